@@ -71,7 +71,7 @@ def _gather_moments(
             run_again(call, layer, states)
             stream = seen.read(group)
             sums.add(Visit(stream.source, stream.inputs, stream.output, call))
-    return sums.finish().all
+    return GroupSums.finish([sums])[0].all
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:
@@ -81,7 +81,7 @@ def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num
     scores = scores.view(-1, group.columns_per_unit).sum(1)
     keep = keep_last(scores.argsort(stable=True), group.num_units, num_keep)
     damped = damp_moments(moments, dense, damping, find_linear(layer, group.consumer).bias is not None)
-    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name).weight
+    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name)[0]
     if group.kind == "ffn":
         slice_group(layer, group, keep, weight)
         return

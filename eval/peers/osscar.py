@@ -66,7 +66,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
         for call, stream in zip(calls, hidden, strict=True):
             observer.run_layer(layer, members, replace(call, hidden=stream))
         for group in members:
-            moments = observer.collect_moments(layer, group, group.name).all
+            moments = observer.collect_moments(layer, [group], group.name)[0].all
             changed = changed or kept[group.name] < group.num_units
             if changed:  # before the first cut there is nothing to repair
                 num_swaps += _prune_group(layer, group, moments, kept[group.name])
@@ -98,7 +98,7 @@ def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num
     order = eliminate_units(damped, group.columns_per_unit, group.name, num_remove=group.num_units - num_keep).order
     greedy = keep_last(order, group.num_units, num_keep)
     keep, num_swaps = search_swaps(damped, greedy, group.columns_per_unit)
-    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name).weight
+    weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name)[0]
     weight[:, -1] = dense[:, -1]
     slice_group(layer, group, keep, weight)
     return num_swaps

@@ -137,11 +137,16 @@ class Trial:
 
         :param groups: one group, or experts of one shape
         """
-        modules, known = [ModuleView(layer, group, self._statistics) for group in groups], self._fit.moments or {}
-        gathered = [known.get(module.group.name) or module.collect_moments("trials") for module in modules]
-        solve = partial(compute_alike, self._solve_alike, [own.determines for own in gathered], modules, gathered)
+        modules, known = [ModuleView(layer, group, self._statistics) for group in groups], self._fit.moments
+        if known is None:
+            gathered = self._statistics.collect_moments(layer, groups, "trials")
+        else:
+            gathered = [known[group.name] for group in groups]
+        device = self._context.solve_device
         with self._context.solving():
-            return compute_on_rank0(solve, self._context.solve_device)
+            return compute_on_rank0(
+                partial(compute_alike, self._solve_alike, device, gathered, modules, gathered), device
+            )
 
     def _solve_alike(self, modules: Sequence[ModuleView], gathered: Sequence[GroupMoments]) -> list[Weights]:
         """Return the weights on the kept units, zero elsewhere; the dense ones without a solve, or all with too few tokens."""

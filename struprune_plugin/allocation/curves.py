@@ -77,11 +77,12 @@ class CurveMeasurer:
         self, modules: Sequence[ModuleView], stored: dict[str, GroupMoments] | None
     ) -> list[GroupStatistics]:
         """Return the statistics of a group, or of experts of one shape, computed on rank 0; add their moments to those stored."""
-        moments = [module.collect_moments("statistics") for module in modules]
+        layer, groups = modules[0].layer, [module.group for module in modules]
+        moments = modules[0].statistics.collect_moments(layer, groups, "statistics")
         if stored is not None:
-            for module, gathered in zip(modules, moments, strict=True):
+            for group, gathered in zip(groups, moments, strict=True):
                 parked = move_moments(gathered.all, partial(self.context.park, what="moments"))
-                stored[module.group.name] = replace(gathered, all=parked)
+                stored[group.name] = replace(gathered, all=parked)
 
         def describe() -> list[GroupStatistics]:
             config = self.config

@@ -168,7 +168,7 @@ def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: D
 class Visit:
     """Inputs of one group's module on one micro-batch, and the target of its consumer.
 
-    :param source: inputs of the producing linears, shape [tokens, d]
+    :param source: inputs of the producing linears, shape [tokens, d]; not read of an expert
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param target: target output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are not padding

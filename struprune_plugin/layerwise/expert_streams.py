@@ -20,19 +20,21 @@ class _Routing:
 
     :param rows: by expert, the rows of its inputs that count, in the order of their tokens
     :param tokens: by expert, these tokens
-    :param weights: by expert, factors on its outputs in the same order, float32
+    :param factors: by expert, factors on errors of its outputs in the same order, float32
     :param counts: by expert, the number of these rows in every sequence
-    :param energy: sum over experts of the squared weights, shape [tokens], float32
+    :param shares: by expert, shares of these tokens' errors that it has to repair, float32; None where it repairs none
     """
 
     rows: Sequence[Tensor]
     tokens: Sequence[Tensor]
-    weights: Sequence[Tensor]
+    factors: Sequence[Tensor]
     counts: Sequence[Sequence[int]]
-    energy: Tensor
+    shares: Sequence[Tensor] | None
 
 
-def _read_routing(num_experts: int, chosen: Tensor, weights: Tensor, call: LayerCall) -> _Routing:
+def _read_routing(
+    num_experts: int, chosen: Tensor, weights: Tensor, call: LayerCall, repair: Repair | None
+) -> _Routing:
     """Return the routing of a batch, for all experts in a few operations, because the host waits for their number of rows.
 
     :param chosen: experts of every token, shape [tokens, k], int64
@@ -48,9 +50,12 @@ def _read_routing(num_experts: int, chosen: Tensor, weights: Tensor, call: Layer
     places = expert[kept] * batch + token[kept] // length
     counts = torch.bincount(places, minlength=num_experts * batch).view(num_experts, batch).tolist()
     sizes = [sum(own) for own in counts]
-    rows = (kept - starts[expert[kept]]).split(sizes)
-    energy = weights.float().square().sum(1)
-    return _Routing(rows, token[kept].split(sizes), weight[kept].split(sizes), counts, energy)
+    rows, token, weight = kept - starts[expert[kept]], token[kept], weight[kept]
+    factor, shares = weight, None
+    if repair is not None:
+        energy = weights.float().square().sum(1)[token]
+        factor, shares = weight * repair.factors[token], (weight / energy.clamp(min=1e-12)).split(sizes)
+    return _Routing(rows.split(sizes), token.split(sizes), factor.split(sizes), counts, shares)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def visit_experts(
     """
     experts: Any = layer.get_submodule(groups[0].experts)
     args = seen.arguments[groups[0].experts]  # without a router's choice for Llama 4
-    chosen = _read_routing(experts.num_experts, args[1], args[2], call) if len(args) > 2 else None
+    chosen = _read_routing(experts.num_experts, args[1], args[2], call, repair) if len(args) > 2 else None
     for group in groups:
         stream = seen.read(group)
         yield group, _make_expert_visit(stream, chosen, group.expert_index, repair, call)
@@ -105,10 +110,7 @@ def _make_expert_visit(
         batch, length = call.batch_shape
         counts = torch.bincount(rows // length, minlength=batch).tolist()
         return Visit(source[rows], inputs[rows], output[rows].float(), call, counts, torch.ones_like(rows).float())
-    rows, tokens, weights = routing.rows[index], routing.tokens[index], routing.weights[index]
-    target, factors = output[rows].float(), weights
-    if repair is not None:
-        share = weights / routing.energy[tokens].clamp(min=1e-12)
-        target = target + share[:, None] * repair.error[tokens]
-        factors = weights * repair.factors[tokens]
-    return Visit(source[rows], inputs[rows], target, call, routing.counts[index], factors)
+    rows, target = routing.rows[index], output[routing.rows[index]].float()
+    if repair is not None and routing.shares is not None:
+        target = target + routing.shares[index][:, None] * repair.error[routing.tokens[index]]
+    return Visit(source[:0], inputs[rows], target, call, routing.counts[index], routing.factors[index])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,7 +15,13 @@ from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, place_rows, record
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
 from struprune_plugin.layerwise.expert_streams import visit_experts
-from struprune_plugin.linalg.second_moments import MomentSums, SecondMoments, add_moments, select_inputs
+from struprune_plugin.linalg.second_moments import (
+    MomentSums,
+    SecondMoments,
+    add_moments,
+    select_inputs,
+    unstack_moments,
+)
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer
 from struprune_plugin.model.units.group import UnitGroup
@@ -85,32 +92,38 @@ class GroupSums:
         for sums, own in zip(self._sums, parts, strict=True):
             add_visit(sums, visit, own, self._context)
 
-    def finish(self) -> GroupMoments:
-        """Return the moments over the batches of all processes, once.
+    @staticmethod
+    def finish(together: Sequence[GroupSums]) -> list[GroupMoments]:
+        """Return the moments of groups of one shape over the batches of all processes, once, in unit order.
 
         :raises ValueError: NaN or Inf among the activations; the message names the linear
         """
-        rows = sum(gather(self._num_rows)) if self._group.experts else None
-        moments, *apart = map(self._close, self._sums)
-        for held in apart:
-            add_moments(moments, held)
-        return GroupMoments(moments, next((held for held in apart if float(held.gram[-1, -1])), None), rows)
-
-    def _close(self, sums: MomentSums) -> SecondMoments:
-        """Return sums, reduced over processes, as moments in unit order on the device where systems are solved."""
-        if not sums.is_finite():  # not checked earlier, because the check waits for the device
-            raise ValueError(
-                f"{self._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
-                "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
-            )
-        for part in sums.list_parts():
+        group, context = together[0]._group, together[0]._context
+        for part in (part for own in together for sums in own._sums for part in sums.list_parts()):
             sum_over_ranks(part)
-        with self._context.solving():
-            moments = sums.assemble(self._context.to_solver)
-            if self._group.repeats == 1:
-                return moments
-            columns = torch.arange(self._group.num_columns, device=moments.gram.device)
-            return select_inputs(moments, self._group.to_unit_order(columns))
+        # not checked earlier, because the check waits for the device
+        checked = torch.stack([value for own in together for sums in own._sums for value in sums.list_checked()])
+        facts = checked.view(len(together), -1).tolist()
+        for own, values in zip(together, facts, strict=True):
+            if not all(map(math.isfinite, values)):
+                raise ValueError(
+                    f"{own._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
+                    "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
+                )
+        ranks = gather([own._num_rows for own in together])
+        rows = [sum(own) if group.experts else None for own in zip(*ranks, strict=True)]
+        with context.solving():
+            alike = zip(*(own._sums for own in together), strict=True)
+            parts = [MomentSums.assemble(sums, context.to_solver) for sums in alike]
+            for held in parts[1:]:
+                add_moments(parts[0], held)
+            if group.repeats > 1:
+                columns = group.to_unit_order(torch.arange(group.num_columns, device=parts[0].gram.device))
+                parts = [select_inputs(part, columns.expand(len(together), -1)) for part in parts]
+        found = zip(*map(unstack_moments, parts), facts, rows, strict=True)
+        return [
+            GroupMoments(whole, held[0] if held and values[-1] else None, seen) for whole, *held, values, seen in found
+        ]
 
 
 class LayerStatistics:
@@ -191,13 +204,19 @@ class LayerStatistics:
         self.dense.repair_all(self._groups)
         self._groups = groups
 
-    def collect_moments(self, layer: nn.Module, group: UnitGroup, progress: str) -> GroupMoments:
-        """Return the moments of the next group: already gathered for a layer's first group, gathered by a pass for the others."""
-        if group.name not in self._sums:
+    def collect_moments(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> list[GroupMoments]:
+        """Return the moments of the next groups: already gathered for a layer's first group, gathered by a pass for the others.
+
+        :param groups: one group, or experts of one shape
+        """
+        if groups[0].name not in self._sums:
             for index in trange(len(self.calls), desc=progress, leave=False):
-                self._gather(layer, self._list_visited(group), index, stop=True)
-        found = self._sums.pop(group.name).finish()
-        return _fill_unseen(found, layer, group) if found.num_rows == 0 else found
+                self._gather(layer, self._list_visited(groups[0]), index, stop=True)
+        found = GroupSums.finish([self._sums.pop(group.name) for group in groups])
+        for own, group in zip(found, groups, strict=True):
+            if own.num_rows == 0:
+                _fill_unseen(own.all, read_consumer(layer, group))
+        return found
 
     def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
         """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
@@ -252,7 +271,7 @@ class ModuleView:
 
     def collect_moments(self, progress: str) -> GroupMoments:
         """Return the moments of the consumer's inputs and targets, see :class:`LayerStatistics`."""
-        return self.statistics.collect_moments(self.layer, self.group, progress)
+        return self.statistics.collect_moments(self.layer, [self.group], progress)[0]
 
     def visit_batches(self) -> Iterator[Visit]:
         """Run the present layer on every batch and yield the visits."""
@@ -270,16 +289,21 @@ def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], c
     :param parts: rows of each sequence
     """
     device = visit.inputs.device
-    targets = context.to_device(visit.target, device)
-    for rows in place_rows(parts, device, context):
-        if len(inputs := visit.inputs[rows]):
-            sums.add(inputs, targets[rows], None if visit.weights is None else visit.weights[rows])
+    values = [
+        visit.inputs,
+        context.to_device(visit.target, device),
+        *([] if visit.weights is None else [visit.weights]),
+    ]
+    pieces: Iterable[list[Tensor]] = ([own[rows] for own in values] for rows in place_rows(parts, device, context))
+    if visit.counts and parts and device.type != "cpu":  # an expert's rows are few: one product keeps a GPU busy
+        pieces = [[torch.cat(own) for own in zip(*pieces, strict=True)]]
+    for inputs, *others in pieces:
+        if len(inputs):
+            sums.add(inputs, *others)
 
 
-def _fill_unseen(found: GroupMoments, layer: nn.Module, group: UnitGroup) -> GroupMoments:
+def _fill_unseen(moments: SecondMoments, dense: Tensor) -> None:
     """Set the moments of an expert that saw no token to those of uncorrelated inputs, negligible beside other modules' errors."""
-    moments, dense = found.all, read_consumer(layer, group)
     moments.gram.diagonal().fill_(_FAINT)
     moments.cross.copy_(_FAINT * dense)
-    moments.target_energy.fill_(_FAINT * float(dense.square().sum()))
-    return found
+    moments.target_energy.copy_(_FAINT * dense.square().sum())

@@ -100,11 +100,10 @@ class MomentSums:
         self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
         self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(num_inputs)]
         self._cross = torch.zeros(num_outputs, _align(num_inputs), device=device, dtype=dtype)
-        self._input_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
-        self._target_sum = torch.zeros(num_outputs, device=device, dtype=dtype)
-        self._count = torch.zeros((), device=device, dtype=dtype)  # of tokens, or the sum of their squared weights
+        # of inputs, of absolute inputs, of targets, and the number of tokens, or the sum of their squared weights
+        self._sizes = num_inputs, num_inputs, num_outputs, 1
+        self._sums = torch.zeros(sum(self._sizes), device=device, dtype=dtype)
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
-        self._absolute_sum = torch.zeros(num_inputs, device=device, dtype=dtype)
 
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of one sequence, or of several, as :func:`accumulate_moments` does.
@@ -134,14 +133,11 @@ class MomentSums:
 
     def _add_sums(self, inputs: Tensor, targets: Tensor, factor: Tensor | None) -> None:
         """Add the sums over tokens that need no product of matrices."""
-        weighted = (part if factor is None else part * factor[:, None] for part in (inputs, targets))
-        sums = [part.sum(0, dtype=self._dtype) for part in weighted]
-        sums += [_measure_energy(targets), _sum_absolute(inputs)]
-        totals = (self._input_sum, self._target_sum, self._target_energy, self._absolute_sum)
-        for total, found in zip(totals, sums, strict=True):
-            total.add_(found if self._fetch is None else self._fetch(found))
-        count = None if factor is None else factor.square().sum()
-        self._count.add_(len(inputs) if count is None else count if self._fetch is None else self._fetch(count))
+        input_sum, target_sum = (_sum_tokens(part, factor, self._dtype) for part in (inputs, targets))
+        count = input_sum.new_full((1,), len(inputs)) if factor is None else factor.square().sum()[None]
+        sums, energy = torch.cat([input_sum, _sum_absolute(inputs), target_sum, count]), _measure_energy(targets)
+        self._sums.add_(sums if self._fetch is None else self._fetch(sums))
+        self._target_energy.add_(energy if self._fetch is None else self._fetch(energy))
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         narrow = right.dtype is not self._dtype
@@ -155,36 +151,38 @@ class MomentSums:
             product = torch.mm(part, right, out_dtype=self._dtype) if narrow else part @ right
             total[rows] += product if self._fetch is None else self._fetch(product)
 
-    def is_finite(self) -> bool:
-        """Return whether every token was finite, from the diagonal of H and tr(Y Y^T)."""
-        diagonal = torch.cat([block.diagonal() for block in self._upper])
-        return bool(diagonal.isfinite().all() & self._target_energy.isfinite())
+    def list_checked(self) -> list[Tensor]:
+        """Return scalars that are all finite if every token was; the last one is the number of tokens, or their squared weights."""
+        traces = [block.diagonal().sum(dtype=torch.float64) for block in self._upper]
+        return [*traces, self._target_energy, self._sums[-1]]
 
     def list_parts(self) -> list[Tensor]:
         """Return all sums, for in-place addition."""
-        sums = [self._input_sum, self._target_sum, self._count, self._target_energy, self._absolute_sum]
-        return [*self._upper, self._cross, *sums]
+        return [*self._upper, self._cross, self._sums, self._target_energy]
 
-    def assemble(self, fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
-        """Return the moments, and release the sums block by block.
+    @staticmethod
+    def assemble(together: Sequence[MomentSums], fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
+        """Return the moments of linears of one shape, with a first dimension more, and release the sums block by block.
 
-        :param fetch: function that moves a sum to the device of the moments
+        :param fetch: function that moves sums to the device of the moments
         """
-        fetch, size = fetch or (lambda tensor: tensor), len(self._input_sum)
-        cross, energy, absolute = (fetch(part) for part in (self._cross, self._target_energy, self._absolute_sum))
-        bias, target_sum, count = (fetch(part) for part in (self._input_sum, self._target_sum, self._count))
-        gram = cross.new_empty(size + 1, size + 1)
-        gram[-1, :-1], gram[:-1, -1], gram[-1, -1] = bias, bias, count
-        while self._upper:
-            block = fetch(self._upper.pop())
-            start = self._cross.shape[1] - block.shape[1]
-            block = block[: size - start, : size - start]  # without the padding
-            height = len(block)
-            square = block[:, :height]  # no BLAS guarantees that ``P P^T`` is symmetric to the last bit
-            gram[start : start + height, start : start + height] = square.triu() + square.triu(1).T
-            gram[start : start + height, start + height : size] = block[:, height:]
-            gram[start + height : size, start : start + height] = block[:, height:].T
-        return SecondMoments(gram, torch.cat([cross[:, :size], target_sum[:, None]], 1), energy, absolute)
+        fetch, (size, *_) = fetch or (lambda tensor: tensor), together[0]._sizes
+        cross, sums, energy = (
+            fetch(stack([getattr(own, name) for own in together])) for name in ("_cross", "_sums", "_target_energy")
+        )
+        bias, absolute, target_sum, count = sums.split(together[0]._sizes, 1)
+        gram = cross.new_empty(len(together), size + 1, size + 1)
+        gram[:, -1, :-1], gram[:, :-1, -1], gram[:, -1, -1] = bias, bias, count[:, 0]
+        while together[0]._upper:
+            block = fetch(stack([own._upper.pop() for own in together]))
+            start = cross.shape[2] - block.shape[2]
+            block = block[:, : size - start, : size - start]  # without the padding
+            height = block.shape[1]
+            square = block[..., :height]  # no BLAS guarantees that ``P P^T`` is symmetric to the last bit
+            gram[:, start : start + height, start : start + height] = square.triu() + square.triu(1).mT
+            gram[:, start : start + height, start + height : size] = block[..., height:]
+            gram[:, start + height : size, start : start + height] = block[..., height:].mT
+        return SecondMoments(gram, torch.cat([cross[..., :size], target_sum[..., None]], 2), energy, absolute)
 
 
 def multiply_by_itself(tokens: Tensor) -> Tensor:
@@ -247,6 +245,13 @@ def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
     return high, (values - high).bfloat16()
 
 
+def _sum_tokens(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the sum over tokens, of each times its factor, shape [n]."""
+    if factor is not None and values.is_cuda:
+        return factor @ values  # without a copy
+    return (values if factor is None else values * factor[:, None]).sum(0, dtype=dtype)
+
+
 def _sum_absolute(inputs: Tensor) -> Tensor:
     """Return the sum of absolute inputs over tokens, float32 or better, shape [n]."""
     dtype = torch.float32 if inputs.dtype is torch.bfloat16 else None
@@ -256,7 +261,9 @@ def _sum_absolute(inputs: Tensor) -> Tensor:
 
 
 def _measure_energy(targets: Tensor) -> Tensor:
-    """Return the sum of squares: per token in the targets' dtype, over tokens in float64."""
+    """Return the sum of squares: on a CPU per token in the targets' dtype, over tokens in float64."""
+    if targets.is_cuda:
+        return torch.linalg.vector_norm(targets, dtype=torch.float64).square()  # without a copy
     return torch.linalg.vector_norm(targets, dim=1).double().square().sum()
 
 

@@ -7,10 +7,11 @@ Every solve works on ``damped`` moments (:func:`damp_moments`), in float64; ``wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -32,19 +33,6 @@ _INEXACT = 0.01  # relative residual of a probe that a float32 factor may leave
 _DIRECTIONS = 64  # random directions of the outputs for held-out errors, where there are many more outputs
 _DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # candidates
 Where = str | Sequence[str]
-Pair = tuple[int, int]  # a linear, a candidate
-
-
-@dataclass(frozen=True)
-class SolvedWeights:
-    """Weights re-solved on the kept inputs.
-
-    :param weight: shape [..., d, k + 1], float64, bias last
-    :param condition_number: estimate of the 2-norm condition number of the damped system, shape [...], on the host
-    """
-
-    weight: Tensor
-    condition_number: Tensor
 
 
 def damp_moments(
@@ -98,12 +86,13 @@ def weigh_outputs(damped: SecondMoments, root: Tensor, weight: Tensor) -> Second
     return replace(damped, cross=cross, target_energy=(cross * (root @ weight)).sum((-2, -1)))
 
 
-def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> SolvedWeights:
-    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky.
+def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky; return W and an estimate of the condition number.
 
     Source: method.md section 6, ``least_squares``.
 
     :param columns: kept input columns, sorted, shape [..., k], int64
+    :return: W, shape [..., d, k + 1], float64, bias last; 2-norm condition number of the system, shape [...], on the host
     :raises ValueError: a damped system is singular or its condition number exceeds 1e12
     """
     kept = select_inputs(damped, columns)
@@ -112,7 +101,7 @@ def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> 
     if (high := ~(condition <= MAX_CONDITION)).any():
         raise _describe_singular(_find_name(where, high), float(condition[high][0]), columns.shape[-1])
     weight = _solve_factorized(factor, kept.cross.mT).mT
-    return SolvedWeights(weight.contiguous(), condition)
+    return weight.contiguous(), condition
 
 
 def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,13 +142,9 @@ def choose_damping(
         dense = some @ dense
     if rest.gram.shape[-1] > _SMALL:
         single = [replace(part, gram=part.gram.float(), cross=part.cross.float()) for part in (rest, held)]
-        with suppress(_Unresolved):
+        with suppress(ValueError):  # float32 cannot resolve a small damping
             return _search_damping(single[0], single[1], dense.float(), scale)
     return _search_damping(rest, held, dense, scale)
-
-
-class _Unresolved(Exception):
-    """Signal that float32 does not resolve a damping."""
 
 
 @lru_cache(4)
@@ -170,33 +155,46 @@ def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
 
 
 def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: Tensor) -> list[float]:
-    """Return the dampings of least held-out error; parameters as in :func:`_measure_damped`.
+    """Return the damping of least held-out error of every linear: the best of a coarse grid, then of its neighbours.
+
+    The error falls and rises once along the dampings, so that not all are measured: first two strong ones; if the weaker of
+    them is better, every second weaker one. Parameters as in :func:`_measure_damped`.
 
     :param scale: strength of a damping of 1, shape [linears]
     """
     scales, energies = torch.stack([scale, held.target_energy]).tolist()
+    errors = [dict[int, float]() for _ in scales]
 
-    def measure(pairs: Sequence[Pair]) -> list[float]:
-        together = len(pairs) if _solves_together(rest.gram) else 1
-        errors = list[float]()
-        for start in range(0, len(pairs), max(together, 1)):
+    def add(wanted: Sequence[Sequence[int]]) -> list[int]:
+        """Measure the dampings of these indices, by linear; return the index of the best so far of each."""
+        pairs = [(linear, index) for linear, indices in enumerate(wanted) for index in indices]
+        together = max(len(pairs), 1) if _solves_together(rest.gram) else 1
+        for start in range(0, len(pairs), together):
             part = pairs[start : start + together]
-            pick = partial(_pick, linears=[linear for linear, _ in part])
-            strengths = [_DAMPINGS[index] * scales[linear] for linear, index in part]
-            errors += _measure_damped(move_moments(rest, pick), move_moments(held, pick), pick(dense), strengths)
-        return errors
+            first, strengths = part[0][0], [_DAMPINGS[index] * scales[linear] for linear, index in part]
+            linears = torch.tensor([linear for linear, _ in part], device=dense.device)
+            pick = itemgetter(slice(first, first + 1) if len(part) == 1 else linears)  # of one alone, a view
+            found = _measure_damped(move_moments(rest, pick), move_moments(held, pick), pick(dense), strengths)
+            for (linear, index), error in zip(part, found, strict=True):
+                errors[linear][index] = error
+        return [_find_best(*own) for own in zip(errors, energies, strict=True)]
 
-    return _descend(measure, [_EVEN * energy for energy in energies])
+    last = len(_DAMPINGS) - 1
+    best = add([(last, last - 2)] * len(scales))
+    best = add([range(last - 4, -1, -2) if index < last else () for index in best])
+    best = add([[near for near in (index - 1, index + 1) if 0 <= near <= last] for index in best])
+    return [_DAMPINGS[index] for index in best]
+
+
+def _find_best(errors: Mapping[int, float], energy: float) -> int:
+    """Return the index of least error, the lowest on a tie."""
+    known = sorted(errors)
+    return known[argmin_with_ties([errors[index] for index in known], _EVEN * energy)]
 
 
 def _solves_together(systems: Tensor) -> bool:
     """Return whether several systems of one size are solved in one call, because one alone would leave the GPU idle."""
     return systems.is_cuda and systems.shape[-1] <= _SMALL
-
-
-def _pick(stack: Tensor, linears: Sequence[int]) -> Tensor:
-    """Return the parts of some linears; that of one alone as a view."""
-    return stack[linears[0] : linears[0] + 1] if len(linears) == 1 else stack[list(linears)]
 
 
 def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, strengths: Sequence[float]) -> list[float]:
@@ -205,7 +203,7 @@ def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, str
     It is infinite where float64 does not resolve the damping: float32 sums of strongly correlated inputs are not quite definite.
 
     :param dense: dense weights of these inputs with a bias of 0, shape [linears, d, k + 1]
-    :raises _Unresolved: float32 does not resolve a damping
+    :raises ValueError: float32 does not resolve a damping
     """
     damping = dense.new_tensor(strengths)[:, None, None]
     systems = rest.gram.clone()
@@ -213,36 +211,10 @@ def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, str
     cross = rest.cross + damping * dense
     factor, resolved = _factorize(systems)
     if dense.dtype is torch.float32 and not resolved.all():
-        raise _Unresolved
+        raise ValueError("a damping must be resolved in float32")
     weight = _solve_factorized(factor, cross.mT).mT
     errors = (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64)
     return errors.masked_fill(~resolved, torch.inf).tolist()
-
-
-def _descend(measure: Callable[[Sequence[Pair]], list[float]], margins: Sequence[float]) -> list[float]:
-    """Return the damping of least error of every linear, the lowest on a tie: the best of a coarse grid, then of its neighbours.
-
-    The error falls and rises once along the dampings, so that not all are measured: first two strong ones; if the weaker of
-    them is better, every second weaker one.
-    """
-    errors = [dict[int, float]() for _ in margins]
-
-    def add(wanted: Sequence[Sequence[int]]) -> list[int]:
-        """Measure the dampings of these indices, by linear; return the index of the best so far of each."""
-        pairs = [(linear, index) for linear, indices in enumerate(wanted) for index in indices]
-        for (linear, index), error in zip(pairs, measure(pairs), strict=True):
-            errors[linear][index] = error
-        known = [sorted(own.items()) for own in errors]
-        return [
-            own[argmin_with_ties([error for _, error in own], margin)][0]
-            for own, margin in zip(known, margins, strict=True)
-        ]
-
-    last = len(_DAMPINGS) - 1
-    best = add([(last, last - 2)] * len(margins))
-    best = add([range(last - 4, -1, -2) if index < last else () for index in best])
-    best = add([[near for near in (index - 1, index + 1) if 0 <= near <= last] for index in best])
-    return [_DAMPINGS[index] for index in best]
 
 
 def factorize_in_place(system: Tensor, where: Where) -> Tensor:

@@ -31,7 +31,6 @@ from struprune_plugin.storage.files import format_bytes
 _STREAM_COPIES = 3  # of all hidden states, in the model's dtype: dense ones, inputs and outputs of the pruned path
 _LOGIT_COPIES = 5  # float32 copies of one sequence's logits
 _PLANS = 8  # plans that are tried at once, each with its own weights of one layer
-_CROSSES = 7  # float64 cross moments and weights of experts that are solved together, alive at the same time
 _OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`
 
 
@@ -133,12 +132,9 @@ def _count_device(
     activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
     widest = max(group.num_columns for group in groups)
     solve = max(
-        8
-        * len(run)
-        * (run[0].num_columns + 1)
-        * (run[0].unit.solve_copies * (run[0].num_columns + 1) + crosses * hidden)
+        8 * len(run) * (run[0].num_columns + 1) * (run[0].unit.solve_copies * (run[0].num_columns + 1) + own * hidden)
         for run in list_together(groups)
-        for crosses in [_CROSSES if len(run) > 1 else 4]
+        for own in [4 if len(run) == 1 else 7]  # float64 cross moments and weights; more are alive in a stack
     )
     tries = _PLANS * modifier.allocation.measures * model.dtype.itemsize * hidden
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart

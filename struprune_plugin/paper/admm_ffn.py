@@ -97,7 +97,7 @@ def solve_ridge(
     for total, weight, name in zip(moments, weights, names, strict=True):
         columns = torch.arange(weight.shape[1] - 1, device=weight.device)
         damped = damp_moments(total, weight.double(), damping, has_bias)
-        solved.append(solve_kept_weights(damped, columns, name).weight)
+        solved.append(solve_kept_weights(damped, columns, name)[0])
     return solved
 
 

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.elimination import RankedUnits
+from struprune_plugin.linalg.second_moments import stack
 from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.pruning.reconstruction import refine_group, solve_groups
 from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import describe_group, list_together, select_units
+from struprune_plugin.pruning.selection import compute_alike, describe_group, list_together, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.manifest import GroupRecord
@@ -131,13 +132,16 @@ class Pruner:
             modules = [ModuleView(layer, group, statistics) for group in together]
             with self.context.stage("statistics"):
                 told = f"{progress}{together[0].consumer.split('.')[-1]} statistics"
-                moments = [module.collect_moments(told) for module in modules]
+                moments = statistics.collect_moments(layer, together, told)
             changed = changed or any(self.plan.kept[group.name] < group.num_units for group in together)
             with self.context.stage("select and solve"):
                 decisions = self.decide(modules, moments, updates=changed)
             del moments
-            for module, decision in zip(modules, decisions, strict=True):
-                records.append(self._slice(module, decision) if changed else decision.record)
+            if not changed:
+                records += [decision.record for decision in decisions]
+                continue
+            with self.context.stage("admm" if self.config.weight_update.can_refine(together[0]) else "surgery"):
+                records += [self._slice(*pair) for pair in zip(modules, decisions, strict=True)]
         return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -167,41 +171,41 @@ class Pruner:
             config = self.config
             problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
             (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
-            return self._solve(problems, *select_units(problems, num_keep, config), updates)
+            found = select_units(problems, num_keep, config)
+            return compute_alike(partial(self._solve, updates), self.context.solve_device, moments, problems, *found)
 
         with self.context.solving():
             return compute_on_rank0(solve, self.context.solve_device)
 
     def _solve(
-        self, problems: Sequence[GroupProblem], keep: Tensor, ranked: Sequence[RankedUnits], updates: bool
+        self,
+        updates: bool,
+        problems: Sequence[GroupProblem],
+        keep: Sequence[Tensor],
+        ranked: Sequence[RankedUnits | None],
     ) -> list[Decision]:
-        """Return the new weights of groups on their kept units, shape [groups, kept]; one transfer to the host for all."""
-        host, groups, nothing = self.context.to_host(keep), [problem.group for problem in problems], [None] * len(keep)
-        scores = self.context.to_host(torch.stack([units.scores for units in ranked])) if ranked else nothing
-        bases = [units.basis for units in ranked] or nothing
-        producers = [self._rotate_producer(*own) for own in zip(problems, bases, host, strict=True)]
-        problems = [p if basis is None else p.rotate(basis) for p, basis in zip(problems, bases, strict=True)]
-        weights, solves = zip(*solve_groups(problems, keep, self.config, updates), strict=True)
+        """Return the new weights of groups on their kept units, with one transfer to the host for all."""
+        host, groups, basis = self.context.to_host(stack(keep)), [problem.group for problem in problems], None
+        scores: Sequence[Tensor | None] = [None] * len(groups)
+        producers = [dict[str, Tensor]() for _ in groups]
+        if ranked[0] is not None:
+            basis, scores = ranked[0].basis, [*self.context.to_host(stack([units.scores for units in ranked if units]))]
+        if basis is not None:  # of heads, which are solved one module at a time
+            (problem,), name = problems, next(iter(groups[0].producers))
+            rotated = rotate_producer(problem.module.layer, groups[0], basis, self.context.to_solver)
+            producers[0][name] = rotated[groups[0].find_kept_rows(name, host[0]).to(rotated.device)]
+            problems = [problem.rotate(basis)]
+        weights, solves = zip(*solve_groups(problems, stack(keep), self.config, updates), strict=True)
         records = map(describe_group, groups, host, scores, solves)
-        return [Decision(*own) for own in zip(host, weights, bases, producers, records, strict=True)]
-
-    def _rotate_producer(self, problem: GroupProblem, basis: Tensor | None, keep: Tensor) -> dict[str, Tensor]:
-        """Return the kept rows of the linear that a rotation changes, by its name; none without a rotation."""
-        if basis is None:
-            return {}
-        name = next(iter(problem.group.producers))
-        rotated = rotate_producer(problem.module.layer, problem.group, basis, self.context.to_solver)
-        return {name: rotated[problem.group.find_kept_rows(name, keep).to(rotated.device)]}
+        return [Decision(*own) for own in zip(host, weights, [basis] * len(groups), producers, records, strict=True)]
 
     def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, decision.record
         if not self.config.weight_update.can_refine(group):
-            with self.context.stage("surgery"):
-                slice_group(layer, group, decision.keep, decision.weight, decision.producers)
+            slice_group(layer, group, decision.keep, decision.weight, decision.producers)
             return record
         if decision.basis is not None:
             rotate_group(layer, group, decision.basis)
-        with self.context.stage("admm"):
-            admm = refine_group(module, decision.keep, decision.weight, self.config)
+        admm = refine_group(module, decision.keep, decision.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)

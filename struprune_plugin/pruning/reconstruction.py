@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_we
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
-from struprune_plugin.pruning.selection import compute_alike
 from struprune_plugin.storage.manifest import ADMMRecord, SolveRecord
 
 
@@ -25,21 +23,13 @@ def solve_groups(
 ) -> list[tuple[Tensor, SolveRecord]]:
     """Return the consumers' weights on the kept units, re-solved where configured, and the records of the solves.
 
-    :param problems: of one group, or of experts of one shape
+    :param problems: of one group, or of experts of one shape; all have, or all lack, held-out tokens and as many as a solve needs
     :param keep: sorted kept units, shape [groups, kept]
     :param updates: whether the remaining weights are re-solved at all
     """
-    kinds = [(problem.gathered.determines, problem.gathered.held is None) for problem in problems]
-    return compute_alike(partial(_solve_alike, config, updates), kinds, problems, [*keep])
-
-
-def _solve_alike(
-    config: PruningConfig, updates: bool, problems: Sequence[GroupProblem], keep: Sequence[Tensor]
-) -> list[tuple[Tensor, SolveRecord]]:
-    """Return what :func:`solve_groups` does, of groups that all have, or all lack, held-out tokens and as many as a solve needs."""
     group, gathered, has_bias = problems[0].group, problems[0].gathered, problems[0].module.has_bias
     moments, dense = stack_moments([problem.moments for problem in problems]), stack([p.dense for p in problems])
-    columns = unit_columns(stack(keep), group.columns_per_unit)
+    columns = unit_columns(keep, group.columns_per_unit)
     deleted = take_columns(dense, with_bias_index(columns, group.num_columns))
     weight, dampings = deleted, [config.dampening_frac] * len(problems)
     condition = scale = [None] * len(problems)
@@ -53,8 +43,8 @@ def _solve_alike(
             held = stack_moments([problem.gathered.held for problem in problems if problem.gathered.held])
             dampings = choose_damping(moments, held, dense, columns, has_bias)
             damped = damp_moments(moments, dense, dense.new_tensor(dampings), has_bias)
-        solved = solve_kept_weights(damped, columns, [problem.group.name for problem in problems])
-        weight, condition = solved.weight, solved.condition_number.tolist()
+        weight, high = solve_kept_weights(damped, columns, [problem.group.name for problem in problems])
+        condition = high.tolist()
     energy = moments.target_energy.clamp(min=1e-300)
     before, after = (measure_error(moments, some, columns) / energy for some in (deleted, weight))
     errors = torch.stack([energy, before, after]).tolist()

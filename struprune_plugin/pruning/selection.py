@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from struprune_plugin.layerwise.statistics import GroupMoments
 from struprune_plugin.linalg.elimination import RankedUnits, keep_last
 from struprune_plugin.linalg.rotation import find_directions
+from struprune_plugin.linalg.second_moments import stack
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
@@ -38,13 +40,18 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, object] | None
 
 
 def compute_alike(
-    compute: Callable[..., Sequence[Result]], kinds: Sequence[object], *arguments: Sequence[Any]
+    compute: Callable[..., Sequence[Result]],
+    device: torch.device,
+    moments: Sequence[GroupMoments],
+    *arguments: Sequence[Any],
 ) -> list[Result]:
-    """Return one result for each group, computed together for all groups of one kind.
+    """Return one result for each group of one shape, computed together where all have, or all lack, held-out tokens and as many as
+    a solve needs; on a CPU, whose caches hold the matrices of one, each alone.
 
-    :param arguments: sequences over the groups, of which ``compute`` gets the parts of one kind
+    :param arguments: sequences over the groups, of which ``compute`` gets the parts of those that are computed together
     """
-    results = dict[int, Result]()
+    alone, results = device.type == "cpu", dict[int, Result]()
+    kinds = [(own.determines, own.held is None, alone and place) for place, own in enumerate(moments)]
     for kind in dict.fromkeys(kinds):
         alike = [place for place, own in enumerate(kinds) if own == kind]
         found = compute(*([own[place] for place in alike] for own in arguments))
@@ -69,13 +76,13 @@ def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remo
 
 def select_units(
     problems: Sequence[GroupProblem], num_keep: int, config: PruningConfig
-) -> tuple[Tensor, list[RankedUnits]]:
-    """Return the sorted kept units of every group, shape [groups, kept], int64, and their rankings; none where all are kept."""
+) -> tuple[Sequence[Tensor], Sequence[RankedUnits | None]]:
+    """Return the sorted kept units of every group, shape [kept], int64, and its ranking; None where all are kept."""
     num_units = problems[0].group.num_units
     if num_keep == num_units:
-        return torch.arange(num_keep, device=problems[0].dense.device).repeat(len(problems), 1), []
+        return [torch.arange(num_keep, device=problems[0].dense.device)] * len(problems), [None] * len(problems)
     ranked = rank_units(problems, config, num_units - num_keep)
-    return keep_last(torch.stack([units.order for units in ranked]), num_units, num_keep), ranked
+    return keep_last(stack([units.order for units in ranked]), num_units, num_keep).unbind(), ranked
 
 
 def describe_group(group: UnitGroup, keep: Tensor, scores: Tensor | None, solve: SolveRecord) -> GroupRecord:

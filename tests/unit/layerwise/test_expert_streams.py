@@ -1,7 +1,10 @@
 """Statistics of experts: their own tokens, weighed by the router, and their share of the error that is to be repaired."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from compressed_tensors.offload import offload_module
 
 from eval.coverage import make_config
 from struprune_plugin.layerwise.capture import record
@@ -9,7 +12,7 @@ from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.expert_streams import Repair, visit_experts
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import run_experts_fast, take_apart
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import select_groups
@@ -64,7 +67,7 @@ def test_moments_are_those_of_the_experts_own_tokens_weighed(model, padded):
             factor = weights[tokens, place][valid].double()[:, None]
             inputs = torch.cat([inputs, torch.ones(len(inputs), 1)], 1) * factor
             gram, cross, rows = gram + inputs.T @ inputs, cross + (output * factor).T @ inputs, rows + len(inputs)
-        found = statistics.collect_moments(step.layer, group, "")
+        found = statistics.collect_moments(step.layer, [group], "")[0]
         torch.testing.assert_close(found.all.gram.double(), gram, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.all.cross.double(), cross, rtol=1e-4, atol=1e-4)
         assert found.num_rows == rows
@@ -90,6 +93,32 @@ def test_what_experts_of_a_token_are_to_add_makes_up_the_error(model):
     torch.testing.assert_close(added, wrong, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_experts_sorted_by_token_run_as_llmcompressor_runs_them(model, offloads):
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    if offloads:
+        offload_module(experts, "cpu", "cpu")
+    forward = experts.forward
+    hidden = torch.randn(20, model.config.hidden_size, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    chosen = (
+        torch.randn(20, experts.num_experts).topk(2).indices.clamp(max=experts.num_experts - 2)
+    )  # the last sees none
+    weights, seen, outcomes = torch.rand(20, 2, requires_grad=True), [], []
+    for index in range(experts.num_experts):
+        experts[index].register_forward_hook(lambda _m, args, _out, i=index: seen.append((i, args[0].clone())))
+    for fast in (False, True):
+        with run_experts_fast(model) if fast else nullcontext():
+            found = experts(hidden, chosen, weights)
+        found.square().sum().backward()
+        outcomes.append((found, hidden.grad, weights.grad, *(tokens for _, tokens in seen)))
+        assert [index for index, _ in seen] == list(range(experts.num_experts))
+        hidden.grad = weights.grad = None
+        seen.clear()
+    for plain, found in zip(*outcomes, strict=True):
+        assert torch.equal(plain, found)
+    assert experts.forward == forward
+
+
 def send_elsewhere(_module, args):
     """Send what goes to the first expert to one that a token does not go to yet."""
     hidden, chosen, weights = args
@@ -104,7 +133,7 @@ def test_an_expert_without_a_token_still_has_moments(model):
     statistics = LayerStatistics(TARGETS["local"], DeviceContext())
     step = next(iter(stream_layers(model, make_batches(model), statistics.context, "test")))
     step.observe(statistics, groups)
-    first, *others = [statistics.collect_moments(step.layer, group, "") for group in groups]
+    first, *others = [statistics.collect_moments(step.layer, [group], "")[0] for group in groups]
     assert first.num_rows == 0
     assert not first.determines
     assert torch.equal(first.all.gram, torch.eye(len(first.all.gram)) * 1e-12)

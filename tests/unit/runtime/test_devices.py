@@ -26,6 +26,7 @@ SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}  #
 SIZES_OF = {
     "opt": {"word_embed_proj_dim": 16, "ffn_dim": 20},
     "llama": {"num_key_value_heads": 2, "intermediate_size": 20},
+    "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 16},
 }
 COUNTED = {"importance": "wanda"}  # what goes to the device is the same for every importance
 FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
@@ -33,6 +34,7 @@ PATHS = {
     "default": ("opt", DEFAULT),
     "default, with room": ("llama", DEFAULT),
     "offload": ("llama", {"offload": True}),
+    "mixture": ("qwen3_moe", {"dataset": make_dataset(8, 16), "num_calibration_samples": 8, "batch_size": 4}),
     "ADMM": ("opt", {"attention_unit": "head", "weight_update": {"method": "admm", "steps": 1, "inner_steps": 1}}),
     "gated ADMM": ("llama", FFN_ADMM),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),
@@ -113,7 +115,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
         call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
         sums = GroupSums(layer, group, DEVICE, DeviceContext(offload), hold_out=True, num_before=3)
         sums.add(Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
-        found = sums.finish()
+        (found,) = GroupSums.finish([sums])
     side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
     expected = make_moments(group.num_columns, 16, "cpu", torch.float32)

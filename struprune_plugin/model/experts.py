@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading, get_cache_init_kwargs, offload_module
-from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.offload.cache import DiskCache, OffloadCache
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe import linear_experts
 from llmcompressor.modeling.moe.gpt_oss import GptOssExpertMLP
@@ -174,7 +174,8 @@ def pack_experts(model: nn.Module) -> None:
             continue
         packed, down = vars(experts)[_PACKED], experts[0].down_proj
         made, shapes = packed.module, packed.list_shapes(experts.num_experts, down.in_features)
-        with disable_onloading():  # weights are packed where they are
+        is_on_disk = isinstance(down._parameters, DiskCache)
+        with nullcontext() if is_on_disk else disable_onloading():  # weights are packed where they are
             old = down.weight
             empty = {own: nn.Parameter(old.new_zeros(shape), old.requires_grad) for own, shape in shapes.items()}
             made._parameters, made.num_experts = made._parameters | empty, experts.num_experts

@@ -3,8 +3,7 @@
     python -m eval.accelerator
 
 One command of at most eight minutes on one card of 80 GB or more: no network, no weights, and the package need only be on the
-path. Every line is printed as soon as it is known; a step that fails is told, and the others go on. The exit status is 1 where one
-failed. ``--tiny`` does the same with tiny models, in seconds, on a CPU, too.
+path. A step that fails is told, the others go on, and the exit status is 1. ``--tiny`` does the same with tiny models on a CPU.
 """
 
 from __future__ import annotations
@@ -202,18 +201,17 @@ def measure_stages(shape: Shape, fields: dict[str, Any]) -> Iterator[str]:
 
 def warm_up(shape: Shape) -> Iterator[str]:
     """Prune the fewest layers on two batches, so that all kernels are loaded when others are measured."""
-    recipe = StruPruneModifier(sparsity=SPARSITY)
-    manifest = prune_random(shape.make_random(shape.layers[0]), recipe, 2 * shape.batch, shape.length, shape.batch)
-    yield f"{manifest.stages[-1].seconds:.2f} s with kernels that are loaded for the first time"
+    model, recipe = shape.make_random(shape.layers[0]), StruPruneModifier(sparsity=SPARSITY)
+    whole = prune_random(model, recipe, 2 * shape.batch, shape.length, shape.batch).stages[-1]
+    yield f"{whole.seconds:.2f} s with kernels that are loaded for the first time"
 
 
 @torch.no_grad()
 def measure_decoding(shape: Shape, length: int, engines: Sequence[str]) -> Iterator[str]:
     """Yield the seconds of a new token after others in a static cache, pruned beside dense, by batch and engine."""
-    models = {"dense": shape.make_random(shape.layers[-1]).to(find_device())}
-    pruned = shape.make_random(shape.layers[-1])
+    dense, pruned = (shape.make_random(shape.layers[-1]) for _ in range(2))
     prune_random(pruned, StruPruneModifier(sparsity=SPARSITY, **CHEAP), 1, 32)
-    models["pruned"] = remove_dispatch(pruned).to(find_device())
+    models = {"dense": dense.to(find_device()), "pruned": remove_dispatch(pruned).to(find_device())}
     for engine in engines:
         for batch in (1, 16):
             seconds = {}

@@ -22,15 +22,8 @@ def spell(**changes: Any) -> dict[str, Any]:
 DEFAULT = Row()  # whatever the modifier's defaults are
 OURS = "StruPrune"
 FASP = Row(peer="eval.peers.fasp:prune_fasp")
-FASP_RECIPE: dict[str, Any] = {  # FASP's choices in our engine
-    **{
-        "importance": "wanda",
-        "reconstruct": "local",
-        "allocation": "uniform",
-        "sensitivity": "none",
-        "dampening_frac": 0.01,
-    }
-}
+FASP_RECIPE: dict[str, Any] = {"importance": "wanda", "reconstruct": "local", "dampening_frac": 0.01}  # in our engine
+FASP_RECIPE |= {"allocation": "uniform", "sensitivity": "none"}
 SLICEGPT = Row(peer="eval.peers.slicegpt:prune_slicegpt")
 PEERS: dict[str, Row] = {
     "FASP": FASP,

@@ -170,7 +170,7 @@ class Trial:
         for count, found in solved:
             cast = found.to(dtype)
             columns = group.to_module_order(cast[..., :-1]).contiguous()
-            for own, weight, bias in zip(weights, columns, cast[..., -1], strict=True):
+            for own, weight, bias in zip(weights, columns, cast[..., -1].contiguous(), strict=True):
                 own[count] = weight, bias
         return weights
 

@@ -20,6 +20,7 @@ from struprune_plugin.linalg.second_moments import (
     SecondMoments,
     add_moments,
     select_inputs,
+    sum_energies,
     unstack_moments,
 )
 from struprune_plugin.model.layers import find_linear
@@ -101,15 +102,6 @@ class GroupSums:
         group, context = together[0]._group, together[0]._context
         for part in (part for own in together for sums in own._sums for part in sums.list_parts()):
             sum_over_ranks(part)
-        # not checked earlier, because the check waits for the device
-        checked = torch.stack([value for own in together for sums in own._sums for value in sums.list_checked()])
-        facts = checked.view(len(together), -1).tolist()
-        for own, values in zip(together, facts, strict=True):
-            if not all(map(math.isfinite, values)):
-                raise ValueError(
-                    f"{own._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
-                    "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
-                )
         ranks = gather([own._num_rows for own in together])
         rows = [sum(own) if group.experts else None for own in zip(*ranks, strict=True)]
         with context.solving():
@@ -120,10 +112,16 @@ class GroupSums:
             if group.repeats > 1:
                 columns = group.to_unit_order(torch.arange(group.num_columns, device=parts[0].gram.device))
                 parts = [select_inputs(part, columns.expand(len(together), -1)) for part in parts]
-        found = zip(*map(unstack_moments, parts), facts, rows, strict=True)
-        return [
-            GroupMoments(whole, held[0] if held and values[-1] else None, seen) for whole, *held, values, seen in found
-        ]
+            # not checked earlier, because the check waits for the device
+            energies, counts = torch.stack([sum_energies(parts[0]), parts[-1].gram[:, -1, -1]]).tolist()
+        for own, energy in zip(together, energies, strict=True):
+            if not math.isfinite(energy):
+                raise ValueError(
+                    f"{own._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
+                    "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
+                )
+        found = zip(*map(unstack_moments, parts), counts, rows, strict=True)
+        return [GroupMoments(whole, held[0] if held and count else None, seen) for whole, *held, count, seen in found]
 
 
 class LayerStatistics:
@@ -289,13 +287,10 @@ def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], c
     :param parts: rows of each sequence
     """
     device = visit.inputs.device
-    values = [
-        visit.inputs,
-        context.to_device(visit.target, device),
-        *([] if visit.weights is None else [visit.weights]),
-    ]
-    pieces: Iterable[list[Tensor]] = ([own[rows] for own in values] for rows in place_rows(parts, device, context))
-    if visit.counts and parts and device.type != "cpu":  # an expert's rows are few: one product keeps a GPU busy
+    values = [own for own in (visit.inputs, context.to_device(visit.target, device), visit.weights) if own is not None]
+    placed = place_rows(parts, device, context)
+    pieces: Iterable[list[Tensor]] = ([own[rows] for own in values] for rows in placed)
+    if visit.counts and len(placed) > 1 and device.type != "cpu":  # few rows of an expert in one product
         pieces = [[torch.cat(own) for own in zip(*pieces, strict=True)]]
     for inputs, *others in pieces:
         if len(inputs):

@@ -74,6 +74,8 @@ def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
 
 def unit_columns(units: Tensor, width: int) -> Tensor:
     """Return the rows or columns of units that are ``width`` wide each, shape [..., units] -> [..., units * width]."""
+    if width == 1:
+        return units
     return (units[..., None] * width + torch.arange(width, device=units.device)).flatten(-2)
 
 

@@ -151,11 +151,6 @@ class MomentSums:
             product = torch.mm(part, right, out_dtype=self._dtype) if narrow else part @ right
             total[rows] += product if self._fetch is None else self._fetch(product)
 
-    def list_checked(self) -> list[Tensor]:
-        """Return scalars that are all finite if every token was; the last one is the number of tokens, or their squared weights."""
-        traces = [block.diagonal().sum(dtype=torch.float64) for block in self._upper]
-        return [*traces, self._target_energy, self._sums[-1]]
-
     def list_parts(self) -> list[Tensor]:
         """Return all sums, for in-place addition."""
         return [*self._upper, self._cross, self._sums, self._target_energy]
@@ -306,6 +301,11 @@ def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> Se
 def stack_moments(parts: Sequence[SecondMoments]) -> SecondMoments:
     """Return the moments of several linears of one shape, with a first dimension more; those of one alone as a view."""
     return SecondMoments(*map(stack, zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def sum_energies(moments: SecondMoments) -> Tensor:
+    """Return ``tr(H) + tr(Y Y^T)`` of one linear or of several, shape [...], float64, which is finite if every token was."""
+    return moments.gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64) + moments.target_energy
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

@@ -36,8 +36,8 @@ def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
     """
     values, order = torch.sort(scores, dim=-1, descending=descending, stable=True)
     low, high = values[..., :-1], values[..., 1:]
-    close = (high - low).abs() <= MARGIN * torch.maximum(high.abs(), low.abs())  # also next to an infinity
-    ties = (low == high) | (close & low.isfinite() & high.isfinite())
+    larger = torch.maximum(high.abs(), low.abs())
+    ties = (low == high) | (((high - low).abs() <= MARGIN * larger) & (larger < torch.inf))
     rank = torch.nn.functional.pad((~ties).long().cumsum(-1), (1, 0))
     return torch.empty_like(rank).scatter_(-1, order, rank).argsort(dim=-1, stable=True)
 

@@ -71,12 +71,7 @@ def run_experts_fast(model: nn.Module) -> Iterator[None]:
 
 
 def _run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of the experts' weighed outputs, as ``LinearExperts2D.forward`` does in the same order.
-
-    :param hidden: hidden states, shape [tokens, d]
-    :param chosen: experts of every token, shape [tokens, k], int64
-    :param weights: factors on their outputs, shape [tokens, k]
-    """
+    """Return the sum of the experts' weighed outputs, as ``LinearExperts2D.forward`` does, in the same order."""
     expert, order = chosen.T.flatten().sort(stable=True)
     starts = torch.searchsorted(expert, torch.arange(experts.num_experts + 1, device=expert.device)).tolist()
     tokens, factors = order % len(chosen), weights.T.flatten()[order][:, None]

@@ -29,7 +29,7 @@ from struprune_plugin.reporting.tables import (
     summarize_manifest,
     summarize_output,
 )
-from struprune_plugin.storage.files import format_bytes, write_whole
+from struprune_plugin.storage.files import check_model, format_bytes, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
 
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
@@ -209,6 +209,7 @@ def convert(
     file for llama.cpp, sizes per layer (LLaMA only).
     """
     screen = Screen(as_json, quiet)
+    check_model(str(path))
     from struprune_plugin import registration  # noqa: F401
     from struprune_plugin.export.forms import convert_folder
     from struprune_plugin.reporting.pages import write_card
@@ -225,11 +226,7 @@ def convert(
     screen.show(record, f"wrote {output} ({format_bytes(size)} of weights{how})")
 
 
-def inspect(
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder, or its manifest")],
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
-) -> None:
+def inspect(path: opt.Folder, as_json: opt.Json = False, quiet: opt.Quiet = False) -> None:
     """Show the content of a pruned folder, layer by layer.
 
     The figures come from the folder's manifest (struprune.json), which --json prints.
@@ -251,15 +248,16 @@ def report(
     The page shows sizes, what was removed where, errors, quality and the recipe. It is one file without scripts and needs no
     network.
     """
-    screen = Screen(as_json, quiet)
-    manifest, page = read_manifest(path), output or path.resolve().with_name(f"{path.resolve().name}.html")
+    screen, manifest = Screen(as_json, quiet), read_manifest(path)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    page = output or folder.with_name(f"{folder.name}.html")
     if page.is_dir() or (page.exists() and not overwrite):
         raise ValueError(f"--output: {page} exists. Choose another path, or pass --overwrite.")
     if not page.parent.is_dir():
         raise ValueError(f"--output: the folder {page.parent} does not exist. Create it, or choose another path.")
     from struprune_plugin.reporting.pages import make_page
 
-    write_whole(page, make_page(path, manifest))
+    write_whole(page, make_page(folder, manifest))
     screen.show({"page": str(page)}, f"wrote {page}")
 
 

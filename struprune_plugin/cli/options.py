@@ -32,7 +32,7 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder", exists=True, file_okay=False)]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder")]
 _RECIPE = "recipe: a YAML file, or a name that `struprune recipes` lists"
 RecipeName = Annotated[str, option("--recipe", _RECIPE, "R", autocompletion=_complete_recipe)]
 Seed = Annotated[int, option("--seed", "seed of all random choices", "N", min=0, max=2**32 - 1)]

@@ -177,9 +177,7 @@ def pack_experts(model: nn.Module) -> None:
             for index in range(experts.num_experts):
                 experts[index].intermediate_size = down.in_features  # llm-compressor places the rows by it
                 experts[index].copy_to_experts_module(made, index)
-            if isinstance(
-                experts[0], GptOssExpertMLP
-            ):  # it reads alternating rows, and writes one half after the other
+            if isinstance(experts[0], GptOssExpertMLP):  # reads alternating rows, writes one half after the other
                 for own in ("gate_up_proj", "gate_up_proj_bias"):
                     halves = made._parameters[own]
                     halves.copy_(halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))

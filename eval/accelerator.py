@@ -136,7 +136,7 @@ def measure_rates(size: int) -> Iterator[str]:
 def compare_with_cpu(cases: Mapping[str, tuple[str, dict[str, Any]]]) -> Iterator[str]:
     """Prune tiny models here and, in processes that see no card, on the CPU; yield how far they differ.
 
-    :raises ValueError: other units, or logits that differ by more than the tolerance; weights may differ where no input reaches
+    :raises ValueError: other units, or logits beyond the tolerance; weights of inputs that are nearly alike differ by more
     """
     wrong = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -27,11 +27,7 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_arguments import (
-    check_amount,
-    check_arguments,
-    load_model,
-)
+from struprune_plugin.modifiers.host_arguments import check_amount, check_arguments, load_model
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card

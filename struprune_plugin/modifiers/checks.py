@@ -107,14 +107,13 @@ def check_weights(model: nn.Module) -> None:
             "model: must not be quantised yet, got a config with quantization_config. "
             "Prune the full-precision checkpoint and quantise afterwards."
         )
+    # Extremes are NaN where a weight is, and are found much faster than isfinite tells. Parameters of a quantiser later in the
+    # recipe have no values yet.
     extremes = {
-        f"{module_name}.{name}": torch.stack(
-            parameter.detach().aminmax()
-        )  # NaN where there is one; much faster than isfinite
+        f"{module_name}.{name}": torch.stack(parameter.detach().aminmax())
         for module_name, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if name not in QUANTISER_PARAMETERS
-        and parameter.numel()  # those of a quantiser later in the recipe have no values yet
+        if name not in QUANTISER_PARAMETERS and parameter.numel()
     }
     for name, values in extremes.items():  # read once all are computed, because the host waits for a device
         if not values.isfinite().all():

@@ -131,11 +131,7 @@ def _count_device(
     weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
     activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
     widest = max(group.num_columns for group in groups)
-    solve = max(
-        8 * len(run) * (run[0].num_columns + 1) * (run[0].unit.solve_copies * (run[0].num_columns + 1) + own * hidden)
-        for run in list_together(groups)
-        for own in [4 if len(run) == 1 else 7]  # float64 cross moments and weights; more are alive in a stack
-    )
+    solve = max(_count_solve(run, hidden) for run in list_together(groups))
     tries = _PLANS * modifier.allocation.measures * model.dtype.itemsize * hidden
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
     gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
@@ -155,6 +151,12 @@ def _count_device(
         return weights // 2 + max(activations + pieces, backward)
     running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
     return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)
+
+
+def _count_solve(groups: Sequence[UnitGroup], hidden: int) -> int:
+    """Return the bytes of a solve in float64: systems, and cross moments and weights, more of which are alive in a stack."""
+    columns, crosses = groups[0].num_columns + 1, 4 if len(groups) == 1 else 7
+    return 8 * len(groups) * columns * (groups[0].unit.solve_copies * columns + crosses * hidden)
 
 
 def _count_moments(groups: Sequence[UnitGroup], hidden: int) -> int:

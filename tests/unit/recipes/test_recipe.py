@@ -34,15 +34,17 @@ def modifier(**fields):
         ("", "recipe: '' is neither an existing file nor the name of a shipped recipe"),
         ("no/such.yaml", "'no/such.yaml' is neither an existing file nor"),
         ("a: [\n", "recipe: is not valid YAML"),
-        ("[]\n", "must be a mapping of the form .* got list"),
-        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "prune_modifiers must be a mapping whose"),
-        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "whose name ends in '_modifiers'"),
-        ("prune_stage:\n  prune_modifiers: [StruPruneModifier]\n", "prune_modifiers must be a mapping whose name"),
-        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "must be a mapping of fields, {} for none"),
-        ("args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n", "'args' has no effect"),
+        ("[]\n", r"must be a mapping with names .* got \[\]"),
+        ("prune_modifiers:\n  StruPruneModifier: {sparsity: 0.3}\n", "a mapping with names that end in '_stage'"),
+        ("prune_stage:\n  prune: {StruPruneModifier: {sparsity: 0.3}}\n", "prune_stage must be .* end in '_modifiers'"),
         (
-            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
-            "repeated keys StruPruneModifier in one mapping",
+            "prune_stage:\n  prune_modifiers: [StruPruneModifier]\n",
+            "prune_stage.prune_modifiers must be a mapping of modifiers",
+        ),
+        ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "StruPruneModifier must be a mapping of fields"),
+        (
+            "args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n",
+            "a mapping with names that end in '_stage'",
         ),
         (
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
@@ -61,7 +63,6 @@ def modifier(**fields):
         ),
         (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be greater than or equal to 0, got -1"),
         (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be greater than or equal to 1, got 0"),
-        (modifier(sparsity=0.3, start=0.0), "start and end have no effect"),
     ],
 )
 def test_load_recipe_refuses(recipe, message):
@@ -191,13 +192,14 @@ def test_a_mapping_is_taken_and_stays_as_it_was():
     given = copy.deepcopy(FULL)
     assert [type(m).__name__ for m in load_recipe(given, {"sparsity": 0.1}).modifiers][1] == "StruPruneModifier"
     assert given == FULL
-    with pytest.raises(ValueError, match="recipe: prune must be a mapping whose name ends in '_stage'"):
+    with pytest.raises(ValueError, match="recipe: must be a mapping with names that end in '_stage'"):
         load_recipe({"prune": {}})
 
 
 def test_a_written_recipe_loads_again_as_plain_yaml(tmp_path):
     quantiser = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "actorder": "static"}}}}
-    both = {**GOOD, "q_stage": {"q_modifiers": {"GPTQModifier": {**quantiser, "ignore": ["lm_head"]}}}}
+    ours = {"prune_stage": {"prune_modifiers": {"StruPruneModifier": {"sparsity": 0.3, "sensitivity": "none"}}}}
+    both = {**ours, "q_stage": {"q_modifiers": {"GPTQModifier": {**quantiser, "ignore": ["lm_head"]}}}}
     first = load_recipe(both)
     write_recipe(first, tmp_path)
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["prune_stage"]["prune_modifiers"]

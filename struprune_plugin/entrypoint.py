@@ -20,14 +20,14 @@ from llmcompressor.recipe import Recipe
 from loguru import logger
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.evaluation.text import is_from_host, prepare_dataset
+from struprune_plugin.evaluation.text import prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_arguments import check_amount, check_arguments, load_model
+from struprune_plugin.modifiers.host_arguments import check_arguments, load_model
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
@@ -101,7 +101,7 @@ def oneshot(
         model = source = os.fspath(model)
         config = check_checkpoint(model, trusts, revision)
     uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
-    check_cache_quantisation(config, loaded.modifiers, uneven)
+    check_cache_quantisation(loaded.modifiers, uneven)
     named = [source, recipe, offloaded]
     named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
@@ -124,15 +124,7 @@ def oneshot(
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
             # also for a wrapper, whose other files are copied
             kwargs["tokenizer"] = load_tokenizer(model, revision, trusts)
-        data, longest = kwargs.get("dataset"), None
-        if isinstance(data, (str, os.PathLike)) and not is_from_host(data):
-            longest = kwargs.get("max_seq_length")  # it is cut into windows of that length
-            if Path(data).is_file():  # read first: what is wrong with it is told before how long it is
-                kwargs = prepare_dataset(model, kwargs)
-        if isinstance(model, str):
-            check_amount(model, config, loaded, kwargs, longest)
-        if kwargs.get("dataset") is data:
-            kwargs = prepare_dataset(model, kwargs)
+        kwargs = prepare_dataset(model, kwargs)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
         copy_inference_tensors(model)

@@ -304,17 +304,16 @@ def sweep(
     opt.prepare(screen, recipe, [model], [data, text], device)
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.text import DEMO_TEST
-    from struprune_plugin.modifiers.host_arguments import check_amount
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.storage.checkpoint import check_checkpoint
     from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
     from struprune_plugin.studies.sweep import PICTURE_NAME, draw_sweep, pick_point, run_points
 
-    config, count = check_checkpoint(model, trust_remote_code), opt.count_samples(num_samples, changes)
-    first = load_recipe(recipe, changes={**changes, "sparsity": sparsities[0]})
+    check_checkpoint(model, trust_remote_code)
+    load_recipe(recipe, changes={**changes, "sparsity": sparsities[0]})  # refused before anything is scored
     run: dict[str, Any] = {"precision": dtype, "seed": seed, "trust_remote_code_model": trust_remote_code}
+    count = opt.count_samples(num_samples, changes)
     run |= describe_calibration(data, text_column, count, seq_length, batch_size)
-    check_amount(model, config, first, run, seq_length)
     asked = Scoring(
         text=str(text or DEMO_TEST),
         text_column=text_column if text else "text",

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llmcompressor.core import State
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.pruning import StruPruneModifier
-from struprune_plugin.storage.files import shorten_value
 
-_BUDGET = {"sparsity", "budget"}
-_DECIDED = {"allocation", "sensitivity"}
-_FREE = {"weight_update", "dampening_frac", "effort", "offload"}  # may differ between the stages
+_DECIDED = ("sparsity", "budget", "allocation", "sensitivity")
 
 
 class SparsityAllocatorModifier(StructuredModifier):
@@ -21,9 +18,9 @@ class SparsityAllocatorModifier(StructuredModifier):
     Modifier that sets how a :class:`StruPruneModifier` in a later stage allocates sparsity to the modules of all layers.
     Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
 
-    It gives that stage its ``sparsity`` or ``budget``, ``allocation`` and ``sensitivity``; the pruning stage then
-    measures the dense model and allocates. Fields as in :class:`StructuredModifier`; ``sparsity`` or a ``budget`` must be
-    given, and the other fields must agree with those of the pruning stage.
+    It gives that stage its ``sparsity`` or ``budget``, ``allocation`` and ``sensitivity``, and every other field that is set
+    here and not there; the pruning stage then measures the dense model and allocates. Fields as in
+    :class:`StructuredModifier`.
 
     :param allocation: by default Algorithm 2
 
@@ -41,19 +38,6 @@ class SparsityAllocatorModifier(StructuredModifier):
 
     allocation: AllocationField = Field(default="softmax", validate_default=True)  # type: ignore[arg-type]
 
-    @model_validator(mode="after")
-    def _check_required(self) -> SparsityAllocatorModifier:
-        if self.sparsity is None and not self.budget:
-            raise ValueError(
-                "must have sparsity or budget, which it distributes over the decoder layers, got neither. Add sparsity."
-            )
-        if not self.allocation.measures:
-            raise ValueError(
-                f"`allocation: {self.allocation.rule}` measures nothing, so that it needs no stage of its own. Remove the stage, "
-                f"and set `allocation: {self.allocation.rule}` in StruPruneModifier."
-            )
-        return self
-
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         before, behind = self.split_recipe()
         pruning = next((other for other in behind if isinstance(other, StruPruneModifier)), None)
@@ -63,21 +47,13 @@ class SparsityAllocatorModifier(StructuredModifier):
                 f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
                 "Add or reorder the stages."
             )
-        given = {name for name in _BUDGET if getattr(pruning, name) is not None} | (_DECIDED & pruning.model_fields_set)
-        mine, theirs = self.dump_fields(), pruning.dump_fields()
-        shared = (mine.keys() - _FREE - _BUDGET - _DECIDED) | given
-        if self.weight_update.solves != pruning.weight_update.solves:  # ADMM starts from and closes with least squares
-            shared.add("weight_update")
-        for name in (name for name in mine if name in shared and mine[name] != theirs[name]):
-            remedy = "The stage sets it: remove it here." if name in _DECIDED else "Give both stages the same value."
-            place, wanted, found = name, mine[name], theirs[name]
-            if isinstance(wanted, dict) and isinstance(found, dict):
-                key = next(key for key in {**found, **wanted} if found.get(key) != wanted.get(key))
-                place, wanted, found = f"{name}.{key}", wanted.get(key), found.get(key)
-            raise ValueError(
-                f"StruPruneModifier: {place} must be {shorten_value(wanted)} as in the {type(self).__name__} stage before, got "
-                f"{shorten_value(found)}. {remedy}"
-            )
-        for name in _BUDGET | _DECIDED:
+        given = pruning.model_fields_set
+        for name in _DECIDED:
+            if name in given and getattr(pruning, name) not in (None, getattr(self, name)):
+                raise ValueError(
+                    f"StruPruneModifier: {name} must be left out, or as in the {type(self).__name__} stage before, which sets it. "
+                    "Remove it here."
+                )
+        for name in {*_DECIDED, *(self.model_fields_set & self.dump_fields().keys() - given)}:
             setattr(pruning, name, getattr(self, name))
         return True

@@ -20,19 +20,14 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.cost_table import CostTable, read_table
 from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.export.any_class import build_dense, replace_conv1d
 from struprune_plugin.linalg.budget import Limit, meet_budget
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.experts import list_experts
 from struprune_plugin.model.layers import count_prunable_parameters, count_weight_bytes, find_decoder_layers
-from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.structure.routing import find_routing, list_counts
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
 _ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
@@ -42,16 +37,11 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding step of the kept units of one group.
+    """Step of the kept units of one group, the same in input columns of the consuming linear, and what requires it."""
 
-    :param step: kept units are whole multiples of this; 1 if nothing requires more
-    :param width: the same step, in input columns of the consuming linear
-    :param because: requirements that set the step, in the order of the recipe
-    """
-
-    step: int = 1
-    width: int = 1
-    because: tuple[str, ...] = ()
+    step: int
+    width: int
+    because: tuple[str, ...]
 
 
 def find_roundings(
@@ -61,22 +51,28 @@ def find_roundings(
 
     A quantiser's groups and blocks, and the groups of N:M sparsity, must divide the inputs of the linears that consume pruned
     units. llm-compressor sees only the unpruned shapes before it starts, and fails late on the pruned ones.
-
-    :param width_multiple: multiple of FFN widths that the recipe sets; ``auto`` as in its field
     """
-    before = _measure_dense_ffns(model) if is_pruned(type(model)) and width_multiple == "auto" else {}
-    return {
-        group.name: _round_group(model, group, later, width_multiple, before.get(group.name, group.num_units))
-        for group in groups
-    }
-
-
-def _measure_dense_ffns(model: nn.Module) -> dict[str, int]:
-    """Return the widths that the FFNs of a pruned model had in the dense one."""
-    dense = build_dense(find_stock(type(model)), make_dense_config(model.config))  # type: ignore[arg-type]
-    replace_conv1d(dense)
-    has_ffns = any(kind.ffns for kind in find_structure(dense).kinds)
-    return {group.name: group.num_units for group in find_groups(dense, "none")} if has_ffns else {}
+    roundings = {}
+    for group in groups:
+        # required multiple, width of one unit, reason for messages and the manifest
+        wanted = [(group.num_blocks, 1, "")]
+        aligned = math.gcd(_ALIGNED, group.num_units)
+        if group.experts:
+            wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
+        if group.unit.is_ffn and width_multiple != "auto":
+            wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
+        elif group.unit.is_ffn and group.num_units >= _FINE * _ALIGNED:
+            wanted.append((aligned, 1, "width_multiple: auto"))
+        for modifier in later:
+            for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
+                wanted.append((inputs, group.columns_per_unit, why))
+            for name in group.producers:
+                for _, outputs, why in _list_demands(modifier, model, f"{group.layer_name}.{name}"):
+                    wanted.append((outputs, group.count_rows(name), why))
+        step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))
+        because = tuple(dict.fromkeys(why for multiple, _, why in wanted if why and multiple > 1))
+        roundings[group.name] = Rounding(step, step * group.columns_per_unit, because)
+    return roundings
 
 
 def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[GroupSize]:
@@ -97,12 +93,9 @@ def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding
 
 
 def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
-    """Raise if a later modifier cannot divide a kept width into its groups.
-
-    Plans are rounded, so this finds widths that the plan did not choose: those of all units kept.
+    """Raise if a later modifier cannot divide a kept width, which the plan did not choose if all units stay, into its groups.
 
     :param kept: units to keep, by group name; all where a group has no entry
-    :raises ValueError: a width is not a multiple of the required step
     """
     for group in groups:
         rounding, count = roundings[group.name], kept.get(group.name, group.num_units)
@@ -116,42 +109,13 @@ def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings
 
 
 def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding]) -> list[RoundingRecord]:
-    """Return the manifest's records of the multiples that widths were rounded to, and why: one record for equal modules, in
-    which a layer's experts count as one module."""
+    """Return the manifest's records of the multiples that widths were rounded to, one for equal modules and a layer's experts."""
     names: dict[tuple[str, Rounding], dict[str, None]] = {}
     for group in groups:
         if roundings[group.name].because:
             name = f"{group.output_name}.*.{group.consumer.rpartition('.')[2]}" if group.experts else group.name
             names.setdefault((group.kind, roundings[group.name]), {})[name] = None
     return [RoundingRecord(kind, part.width, [*part.because], [*modules]) for (kind, part), modules in names.items()]
-
-
-def _round_group(
-    model: nn.Module,
-    group: UnitGroup,
-    later: Sequence[Modifier],
-    width_multiple: int | Literal["auto"],
-    dense_units: int,
-) -> Rounding:
-    # required multiple of the width, width of one unit, reason for messages and the manifest
-    wanted = [(group.num_blocks, 1, "")]
-    aligned = math.gcd(_ALIGNED, dense_units)
-    if group.experts:
-        wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
-    if group.unit.is_ffn and width_multiple != "auto":
-        wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
-    elif group.unit.is_ffn and dense_units >= _FINE * _ALIGNED:
-        wanted.append((aligned, 1, "width_multiple: auto"))
-    for modifier in later:
-        for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
-            wanted.append((inputs, group.columns_per_unit, why))
-        for name in group.producers:
-            rows = group.count_rows(name)
-            for _, outputs, why in _list_demands(modifier, model, f"{group.layer_name}.{name}"):
-                wanted.append((outputs, rows, why))
-    step = math.lcm(*(multiple // math.gcd(multiple, width) for multiple, width, _ in wanted))
-    because = tuple(dict.fromkeys(why for multiple, _, why in wanted if why and multiple > 1))
-    return Rounding(step, step * group.columns_per_unit, because)
 
 
 def _list_demands(modifier: Modifier, model: nn.Module, name: str) -> Iterator[tuple[int, int, str]]:
@@ -174,31 +138,18 @@ def _list_scheme_demands(scheme: QuantizationScheme, who: str) -> Iterator[tuple
     if weights is not None and weights.strategy == QuantizationStrategy.BLOCK and weights.block_structure:
         rows, columns = weights.block_structure
         yield columns, rows, f"{who}: weights in blocks of {rows} x {columns}"
-    inputs, outputs = scheme.input_activations, scheme.output_activations
-    for what, args in {"weights": weights, "input activations": inputs, "output activations": outputs}.items():
-        size = args.group_size if args is not None and args.strategy in _GROUPED else None
-        if size is not None and size > 1:
-            why = f"{who}: {what} in groups of {size}"
-            yield (1, size, why) if args is outputs else (size, 1, why)
+    for what, args in (("weights", weights), ("input activations", scheme.input_activations)):
+        if args is not None and args.strategy in _GROUPED and (args.group_size or 0) > 1:
+            yield args.group_size, 1, f"{who}: {what} in groups of {args.group_size}"
 
 
 def _is_sparsified(modifier: SparsityModifierBase, model: nn.Module, name: str) -> bool:
-    """Return whether a sparsity modifier prunes a linear: the linear, or a module that holds it, is a target.
-
-    llm-compressor compares ``ignore`` with the target's name, a dot and the rest, as here.
-    """
+    """Return whether a sparsity modifier prunes a linear: the linear, or a module that holds it, is a target."""
     parts = name.split(".")
+    holders = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     targets = [modifier.targets] if isinstance(modifier.targets, str) else modifier.targets
-    for end in range(1, len(parts) + 1):
-        holder, rest = ".".join(parts[:end]), ".".join(parts[end:])
-        if match_targets(holder, model.get_submodule(holder), targets) and not match_targets(
-            f"{holder}.{rest}", model.get_submodule(name), modifier.ignore
-        ):
-            return True
-    return False
-
-
-# -- budget ----------------------------------------------------------------------------------------------------------
+    ignored = match_targets(f"{name}.", model.get_submodule(name), modifier.ignore)  # a dot, as llm-compressor compares
+    return not ignored and any(match_targets(holder, model.get_submodule(holder), targets) for holder in holders)
 
 
 def find_budget(
@@ -207,14 +158,10 @@ def find_budget(
     groups: Sequence[UnitGroup],
     roundings: Mapping[str, Rounding],
     mixture: Mixture | None,
-    later: Sequence[Modifier],
 ) -> tuple[list[GroupSize], Budget]:
     """Return the sizes of the groups besides whole experts, and the budget.
 
-    :param roundings: rounding of kept counts, by group name
-    :param mixture: whole experts that may be removed; None if none may
-    :raises ValueError: a method does not support the budget; it cannot be met; a bad cost table; a quantiser behind a budget of
-        bytes, which are those of unquantised weights
+    :raises ValueError: a method does not support the budget; it cannot be met; a bad cost table
     """
     sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
@@ -226,25 +173,13 @@ def find_budget(
             "instead, or choose another importance."
         )
     if asked is not None and asked.speedup is not None:
-        table = read_table(str(asked.costs), model)
-        limit = _find_limit(modifier, model, groups, sizes, table)
+        limit, table = _find_limit(modifier, model, groups, sizes)
         kept = meet_budget(sizes, [0.0] * len(sizes), 0.0, limit)
         left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
         share = 1 - left / sum(size.num_parameters for size in sizes)
         return sizes, Budget(0.0, num_prunable, share, weighed, limit, table)
     if asked is not None and asked.bytes is not None:
-        if any(isinstance(other, QuantizationMixin) for other in later):
-            raise ValueError(
-                "budget: bytes are counted before quantisation, got a quantiser behind. Give sparsity instead."
-            )
-        held, item = count_weight_bytes(model), model.dtype.itemsize
-        least = held - item * sum(size.max_removable for size in sizes)
-        if asked.bytes < least:
-            raise ValueError(
-                f"budget: bytes must be at least {format_bytes(least)}, the size with the fewest units that may stay, got "
-                f"{format_bytes(asked.bytes)}. Relax the budget, or prune more kinds of units."
-            )
-        sparsity = max(held - asked.bytes, 0) / item / num_prunable
+        sparsity = max(count_weight_bytes(model) - asked.bytes, 0) / model.dtype.itemsize / num_prunable
     if mixture is None:
         return sizes, Budget(sparsity, num_prunable, find_group_sparsity(sizes, num_prunable, sparsity), weighed)
     num_left, share = mixture.split_budget(sizes, sparsity * num_prunable)
@@ -253,29 +188,27 @@ def find_budget(
 
 
 def _find_limit(
-    modifier: StructuredModifier,
-    model: PreTrainedModel,
-    groups: Sequence[UnitGroup],
-    sizes: Sequence[GroupSize],
-    table: CostTable,
-) -> Limit:
-    """Return the seconds of all groups that a speed-up leaves, in the order of the sizes.
+    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], sizes: Sequence[GroupSize]
+) -> tuple[Limit, CostTable]:
+    """Return the seconds of all groups that a speed-up leaves, in the order of the sizes, and the table of them.
 
     :raises ValueError: the allocation or whole experts cannot meet one
     """
-    name = remedy = ""
-    if modifier.experts is not None and modifier.experts.drops:
-        name, remedy = "experts: whole", "experts: channels"
-    elif modifier.allocation.measures and not modifier.allocation.weighs_errors:
-        name, remedy = f"allocation: {modifier.allocation.rule}", "allocation: error_curve"
-    if name:
-        raise ValueError(f"budget: `{name}` cannot meet a speedup. Give sparsity instead, or set `{remedy}`.")
+    assert modifier.budget is not None
+    rule, drops = modifier.allocation, modifier.experts is not None and modifier.experts.drops
+    if drops or (rule.measures and not rule.weighs_errors):
+        told, remedy = (
+            ("experts: whole", "experts: channels")
+            if drops
+            else (f"allocation: {rule.rule}", "allocation: error_curve")
+        )
+        raise ValueError(f"budget: `{told}` cannot meet a speedup. Give sparsity instead, or set `{remedy}`.")
+    table = read_table(str(modifier.budget.costs), model)
     by_name, costs = {group.name: group for group in groups}, []
     for size in sizes:
         members = [(by_name[name], factor) for name, factor in size.members or ((size.name, 1),)]
         costs.append(torch.stack([table.list_costs(model, group)[::factor] for group, factor in members]).sum(0))
-    assert modifier.budget is not None
-    return Limit(costs, table.dense / (modifier.budget.speedup or 1.0) - table.rest)
+    return Limit(costs, table.dense / (modifier.budget.speedup or 1.0) - table.rest), table
 
 
 def describe_limit(
@@ -284,7 +217,6 @@ def describe_limit(
     """Return the manifest's record of a budget of bytes or time; None under one of parameters.
 
     :param held: bytes of the pruned weights
-    :param kept: kept units by group name
     """
     asked, table = modifier.budget, budget.table
     if asked is None:
@@ -308,27 +240,17 @@ def find_mixture(
     for group in groups:
         if group.experts:
             lists.setdefault(group.output_name, []).append(group)
-    there = {
-        f"{name}.{own}": members.num_experts
-        for name, layer in find_decoder_layers(model)
-        for own, members in list_experts(layer)
-    }
-    problem = ""
-    if not lists:
-        problem = "needs a mixture whose experts can be removed, and the model has none. Remove it"
-    elif {name: len(members) for name, members in lists.items()} != there:
-        problem = (
-            "must cover the experts of all layers, and targets or ignore leave some out. Remove targets and ignore"
+    there = sorted(members.num_experts for _, layer in find_decoder_layers(model) for _, members in list_experts(layer))
+    if not lists or sorted(map(len, lists.values())) != there or there[0] != there[-1]:
+        raise ValueError(
+            "`experts: whole` needs a mixture with the same number of experts in every layer, none of which targets or ignore "
+            "leave out. Remove targets and ignore, or set `experts: channels`."
         )
-    elif len({len(members) for members in lists.values()}) > 1:
-        problem = "needs the same number of experts in every layer, and the model has different numbers. Set `experts: channels`"
-    elif any(isinstance(other, REAPPruningModifier) for other in others):
-        problem = "cannot be combined with REAPPruningModifier, which removes experts, too. Remove one of the two"
-    if problem:
-        raise ValueError(f"`experts: whole` {problem}.")
+    if any(isinstance(other, REAPPruningModifier) for other in others):
+        raise ValueError("`experts: whole` cannot be combined with REAPPruningModifier. Remove one of the two.")
     check_one_process("experts: whole", "Set `experts: channels`, or run one process.")
     firsts = [members[0] for members in lists.values()]
-    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), len(lists[firsts[0].output_name]))
+    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), there[0])
     experts = [model.get_submodule(f"{first.output_name}.{first.expert_index}") for first in firsts]
     cost = sum(parameter.numel() for expert in experts for parameter in expert.parameters())
     return Mixture(find_routing(model), lists, list(counts), num_groups, cost)

@@ -41,8 +41,7 @@ class BudgetConfig(Config):
     :param bytes: bytes of the saved weights, embeddings included, before a quantiser: a number, or digits before kB, MB
         or GB; met to within the rounding of widths
     :param speedup: dense seconds over pruned seconds, by the table in ``costs``
-    :param costs: JSON file with the seconds of every module by its width, as ``python -m eval.costs`` writes it, see
-        :mod:`struprune_plugin.allocation.cost_table`
+    :param costs: JSON file of a :class:`~struprune_plugin.allocation.cost_table.CostTable`, as ``python -m eval.costs`` writes it
     """
 
     parameters: float | None = Field(default=None, ge=0, lt=1)
@@ -52,21 +51,19 @@ class BudgetConfig(Config):
 
     @model_validator(mode="after")
     def _check_parts(self) -> BudgetConfig:
-        given = [name for name in ("parameters", "bytes", "speedup") if getattr(self, name) is not None]
-        if len(given) != 1:
+        given = [name for name, value in self if value is not None]
+        if given not in (["parameters"], ["bytes"], ["speedup", "costs"]):
             raise ValueError(
-                f"must give one of parameters, bytes and speedup, got {', '.join(given) or 'none'}. Choose one."
+                f"must give parameters, or bytes, or speedup with costs, its table, got {', '.join(given) or 'none'}. Choose one."
             )
-        if (self.speedup is None) != (self.costs is None):
-            raise ValueError("speedup and costs, its table, must come together, got one of them. Add the other.")
         return self
 
 
 class Fisher(Config):
-    """Settings of the Fisher information of each module's output, which weighs errors in ``obs`` and error curves, see
+    """Settings of the Fisher information of each module's output, see
     :func:`~struprune_plugin.allocation.sensitivity.measure_fisher`.
 
-    :param samples: calibration sequences that the sensitivity is measured on
+    :param samples: calibration sequences that it is measured on
     """
 
     method: Literal["fisher"] = "fisher"
@@ -74,12 +71,12 @@ class Fisher(Config):
 
 
 class Experts(Config):
-    """Settings for the pruning of a mixture's experts: of channels, chosen per expert, and of whole experts.
+    """Settings for the pruning of a mixture's experts.
 
-    :param units: ``channels``: every expert loses channels; ``whole``: experts of the least mean of router weight times
-        output norm (REAP) go with their router entries, the same number in every layer, and the others are re-solved
-    :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and
-        engines load the output; ``per_layer``: all experts of a layer do
+    :param units: ``channels``: every expert loses channels of its own; ``whole``: experts of the least mean of router weight
+        times output norm (REAP) go with their router entries, equally many in every layer, and the others are re-solved
+    :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
+        the output; ``per_layer``: all experts of a layer do
     """
 
     units: Annotated[Literal["channels", "whole"], NotGone] = "channels"
@@ -89,12 +86,6 @@ class Experts(Config):
     def drops(self) -> bool:
         """True if whole experts may be removed."""
         return self.units == "whole"
-
-    @model_validator(mode="after")
-    def _check_effect(self) -> Experts:
-        if self.drops and self.widths != "same":
-            raise ValueError(f"`widths: {self.widths}` has no effect with `units: whole`. Remove it.")
-        return self
 
 
 def _read_short_forms(value: Any) -> Any:
@@ -107,33 +98,26 @@ def _read_short_forms(value: Any) -> Any:
 class StructuredModifier(StageModifier):
     """Base of the structured modifiers: fields that choose the units, rank them and spread a budget over layers.
 
-    :param sparsity: share of the parameters to remove, counted over all linears of the modules that hold units, in [0,
-        1)
-    :param budget: limit for the pruned model, in place of ``sparsity``: a mapping of one of the fields below
-    :param targets: modules to prune, named by their consuming linears (``fc2``, ``out_proj``, ``down_proj``,
-        ``o_proj``): exact names or ``re:<pattern>``
+    :param sparsity: share of the parameters to remove, counted over all linears of the modules that hold units, in [0, 1)
+    :param budget: limit for the pruned model, in place of ``sparsity``: a mapping of one field of :class:`BudgetConfig`
+    :param targets: modules to prune, named by their consuming linears (``fc2``, ``o_proj``): exact names or ``re:<pattern>``
     :param ignore: modules to leave alone, named in the same way
-    :param attention_unit: unit of attention: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short
-        form); ``none``
+    :param attention_unit: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short form); ``none``
     :param prune_ffn: prune FFN channels
-    :param experts: pruning of a mixture's experts: ``channels``, ``whole``, ``none``, or a mapping with
-        ``units`` and the fields below; ``channels`` has no effect in models without such experts
-    :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and
-        sparsity modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
+    :param experts: ``channels``, ``whole``, ``none``, or a mapping of the fields of :class:`Experts`
+    :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and sparsity
+        modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
-    :param weight_update: update of the remaining weights: a name, or a mapping with ``method`` and the method's fields
-    :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and the
-        rule's fields
+    :param weight_update: update of the remaining weights, in the same way
+    :param allocation: rule for the number of units that each module keeps: a name, or a mapping with ``rule`` and its fields
     :param sensitivity: weight of errors: ``fisher``, a mapping with its ``samples``, or ``none``
     :param dampening_frac: weight of the dense weights in every solve, relative to the mean diagonal of the Gram matrix.
         ``auto`` is 0.01, except in the least-squares solve that gives a module its weights: that uses the best value on
         every fourth sequence, which is held out
     :param rotate_values: rotate the values of each head first, so that few channels carry most of the output; for value
         channels with ``obs`` and a solve
-    :param effort: time against quality: ``fast``, ``default`` or ``best``. Sets the samples of ``sensitivity`` and of
-        ``allocation: error_curve``, and ``rotate_values``, unless the recipe sets them
-    :param offload: keep states, moments, solves and embeddings on the host, and on the device only the layer that runs: slower, for
-        models whose solves do not fit the device
+    :param effort: ``fast``, ``default`` or ``best``: fields of :data:`EFFORTS` that the recipe leaves out
+    :param offload: keep states, moments, solves and embeddings on the host, and on the device only the layer that runs
     """
 
     sparsity: float | None = Field(default=None, ge=0, lt=1)
@@ -171,19 +155,13 @@ class StructuredModifier(StageModifier):
         given = set(self.model_fields_set)
         for name, wanted in EFFORTS[self.effort].items():
             settings = getattr(self, name)
-            if isinstance(settings, Config) and (name != "sensitivity" or self.sensitivity_samples is not None):
+            if isinstance(settings, Config):
                 free = type(settings).model_fields.keys() - settings.model_fields_set
                 told = {own: value for own, value in wanted.items() if own in free}
                 setattr(self, name, settings.model_copy(update=told))
             elif isinstance(settings, bool) and name not in given:
                 setattr(self, name, wanted)
         self.model_fields_set.intersection_update(given)
-        if self.sensitivity not in (None, Fisher()) and self.sensitivity_samples is None:
-            raise ValueError(
-                f"`sensitivity.samples={self.sensitivity.samples}` has no effect with "  # type: ignore[union-attr]
-                f"`importance: {self.importance.method}` and `allocation: {self.allocation.rule}`. Remove it, or set "
-                "`importance: obs`."
-            )
         return self
 
     def find_groups(self, model: nn.Module) -> list[UnitGroup]:

@@ -45,29 +45,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run holds.
+    """Bytes that a run holds."""
 
-    :param device: peak on the device, with one layer at a time and the next one on its way there
-    :param weights: weights of the whole model as loaded, on the host
-    :param states: hidden states and targets of the calibration tokens
-    :param fisher: Fisher information of all modules
-    :param moments: second moments of all modules, if trials of plans use them
-    :param host: all but those on the device
-    :param offload: whether nothing but one layer stays on the device
-    """
-
-    device: int
-    weights: int
-    states: int
-    fisher: int
-    moments: int
-    host: int
-    offload: bool
-
-    @property
-    def movable(self) -> dict[str, int]:
-        """Bytes that may stay on the device between the layers, or wait on the host, first those whose moves would take longest."""
-        return {"states": self.states, "fisher": self.fisher, "moments": self.moments}
+    device: int  # peak, with one layer at a time and the next one on its way there
+    weights: int  # of the whole model as loaded, on the host
+    movable: dict[str, int]  # between layers on the device if there is room, else on the host; slowest to move first
+    offload: bool  # nothing but one layer stays on the device
 
     def choose_kept(self) -> dict[str, int]:
         """Return the bytes that stay on the device, by what they hold: each that fits beside those before it."""
@@ -81,10 +64,8 @@ class Needs:
         """Return (name, text) of the bytes on the device and on the host."""
         kept = self.choose_kept()
         parts = {name: size for name, size in {"weights": self.weights, **self.movable}.items() if name not in kept}
-        facts = [("on the device", f"about {format_bytes(self.device)}")]
-        facts += [("on the host", f"about {format_bytes(sum(parts.values()))}: {_list_bytes(parts)}")]
-        if find_free_bytes() is None and not self.offload:
-            return [*facts, ("stays on the device", f"as far as there is room: {_list_bytes(self.movable)}")]
+        held = f"about {format_bytes(sum(parts.values()))}: {_list_bytes(parts)}"
+        facts = [("on the device", f"about {format_bytes(self.device)}"), ("on the host", held)]
         return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
 
 
@@ -99,8 +80,7 @@ def keep_on_device(
     with disable_onloading():  # shapes and dtypes alone are read
         needs = count_needs(model, modifier, work)
     kept = needs.choose_kept()
-    rest = {name: size for name, size in needs.movable.items() if name not in kept}
-    logger.info(f"stays on the device: {_list_bytes(kept)}; waits on the host: {_list_bytes(rest)}")
+    logger.info(f"stays on the device: {_list_bytes(kept)} of {_list_bytes(needs.movable)}")
     return kept
 
 
@@ -112,15 +92,17 @@ def count_needs(model: PreTrainedModel, modifier: StructuredModifier, work: Work
     """Return the bytes that a run needs, from shapes and measured units alone."""
     groups = modifier.find_groups(model)
     hidden: int = model.config.get_text_config(decoder=True).hidden_size
-    item = model.dtype.itemsize
+    item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
-    weights, fisher = count_parameters(model) * item, 8 * modules * hidden**2
-    states = work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4)
-    kept = [group for group in groups if not group.experts or (modifier.experts and not modifier.experts.drops)]
-    moments = count_moment_bytes(kept, hidden) if getattr(modifier.allocation, "trial_samples", 0) else 0
-    host = weights + states + fisher + moments
-    device = _count_device(model, modifier, groups, work, hidden)
-    return Needs(device, weights, states, fisher, moments, host, modifier.offload)
+    movable = {
+        "states": work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4),
+        "fisher": 8 * modules * hidden**2,
+        "moments": 0,  # of all modules, if trials of plans use them
+    }
+    if getattr(modifier.allocation, "trial_samples", 0):
+        kept = [group for group in groups if not group.experts or (modifier.experts and not modifier.experts.drops)]
+        movable["moments"] = count_moment_bytes(kept, hidden)
+    return Needs(device, count_parameters(model) * item, movable, modifier.offload)
 
 
 def _count_device(
@@ -128,27 +110,31 @@ def _count_device(
 ) -> int:
     """Return the peak bytes on the device: while moments are gathered, in a solve, in a backward pass, or at the logits."""
     layouts, tokens = find_layouts(model), work.batch_size * work.seq_length
+    measures = modifier.allocation.measures
     weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
     activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
     widest = max(group.num_columns for group in groups)
-    solve = max(_count_solve(run, hidden) for run in list_together(groups))
-    tries = _PLANS * modifier.allocation.measures * model.dtype.itemsize * hidden
-    copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
-    gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
-    for name in dict.fromkeys(group.layer_name for group in groups):
-        layer = select_groups(groups, name)  # all modules for error curves, else one, or all its experts
-        experts = _count_moments([group for group in layer if group.experts], hidden)
-        one = max(experts, *(_count_moments([group], hidden) for group in layer))
-        gathered = max(gathered, _count_moments(layer, hidden) * modifier.allocation.measures, copies * one)
-        waiting = max(waiting, copies * experts, tries * sum(group.num_columns for group in layer))
     head: Any = model.get_output_embeddings()
     backward = logits = 0
     if modifier.sensitivity_samples is not None:
         backward = 3 * activations + 4 * hidden * (tokens + hidden)
         logits = 4 * _LOGIT_COPIES * work.seq_length * head.out_features
     if modifier.offload:  # moments, solves and the head are on the host, and no layer is fetched ahead
-        pieces = 12 * _OFFLOADED * (widest + 1)
-        return weights // 2 + max(activations + pieces, backward)
+        return weights // 2 + max(activations + 12 * _OFFLOADED * (widest + 1), backward)
+
+    def count_moments(own: Sequence[UnitGroup]) -> int:
+        return sum(4 * count_sums(group.num_columns, hidden) for group in own)
+
+    solve = max(_count_solve(run, hidden) for run in list_together(groups))
+    copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
+    gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
+    for name in dict.fromkeys(group.layer_name for group in groups):
+        layer = select_groups(groups, name)  # all modules for error curves, else one, or all its experts
+        experts = count_moments([group for group in layer if group.experts])
+        one = max(experts, *(count_moments([group]) for group in layer))
+        gathered = max(gathered, count_moments(layer) * measures, copies * one)
+        tried = _PLANS * measures * model.dtype.itemsize * hidden * sum(group.num_columns for group in layer)
+        waiting = max(waiting, copies * experts, tried)
     running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
     return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)
 
@@ -159,13 +145,8 @@ def _count_solve(groups: Sequence[UnitGroup], hidden: int) -> int:
     return 8 * len(groups) * columns * (groups[0].unit.solve_copies * columns + crosses * hidden)
 
 
-def _count_moments(groups: Sequence[UnitGroup], hidden: int) -> int:
-    return sum(4 * count_sums(group.num_columns, hidden) for group in groups)
-
-
 def _count_bytes(module: nn.Module) -> int:
-    with disable_onloading():
-        return sum(parameter.nbytes for parameter in module.parameters())
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLayout, work: Workload) -> int:

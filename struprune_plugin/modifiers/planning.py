@@ -9,16 +9,8 @@ from dataclasses import dataclass, replace
 from loguru import logger
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation import curves
 from struprune_plugin.allocation.candidates import Trial, bend_curves, list_blocks, propose_blocks, take_best
-from struprune_plugin.allocation.curves import (
-    Batches,
-    CurveMeasurer,
-    Fit,
-    can_keep_moments,
-    hold_batches,
-    split_batches,
-    take_batches,
-)
 from struprune_plugin.allocation.rules import tie_statistics
 from struprune_plugin.allocation.sensitivity import measure_sensitivity
 from struprune_plugin.allocation.whole_experts import score_experts
@@ -38,10 +30,7 @@ _PART = "allocation"  # name in the store
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner that measures the dense model on calibration data and makes the plan.
-
-    :param recipe: fields of the pruning stage
-    """
+    """Planner that measures the dense model on calibration data and makes the plan of the pruning stage."""
 
     recipe: StructuredModifier
     setup: RunSetup
@@ -53,9 +42,8 @@ class Planner:
         if store is not None and (done := store.read(_PART, tuple[UnitAllocation, Sensitivity])):
             return done
         setup, recipe, groups = self.setup, self.recipe, self.setup.groups
-        sensitivity = measure_sensitivity(
-            self.model, self.setup.batches, groups, self.context, recipe.importance, recipe.sensitivity_samples
-        )
+        samples = recipe.sensitivity_samples
+        sensitivity = measure_sensitivity(self.model, setup.batches, groups, self.context, recipe.importance, samples)
         plan = self._add_experts(setup.early or self._allocate(sensitivity))
         if setup.early is None:
             check_widths(plan.list_left(groups), plan.kept, setup.roundings)
@@ -73,17 +61,14 @@ class Planner:
         with self.context.stage("allocate"):
             fit, probes, judges = self._divide_batches()
             measured = self._measure_curves(fit, sensitivity, keeps=bool(judges))
-            curves = tie_statistics(setup.sizes, measured.measured)
-            own = rule.decide(setup.sizes, curves, budget)
+            tied = tie_statistics(setup.sizes, measured.measured)
+            own = rule.decide(setup.sizes, tied, budget)
             if not judges:
                 return own
             decided = {rule.rule: own}
             if blocks := list_blocks(setup.sizes, {group.name: group.layer_index for group in setup.groups}):
                 found = self._try(propose_blocks(setup.sizes, own.kept, blocks), measured, fit, probes)
-                logger.debug(
-                    f"KL divergence in nats of each block of modules pruned alone: {', '.join(map(str, found))}"
-                )
-                bent = bend_curves(curves, setup.sizes, own.kept, dict(zip(blocks, found, strict=True)))
+                bent = bend_curves(tied, setup.sizes, own.kept, dict(zip(blocks, found, strict=True)))
                 decided["probed"] = rule.decide(setup.sizes, bent, budget)
             plans = self._vary(decided)
             kept = [plan.kept for plan in plans.values()]
@@ -93,32 +78,33 @@ class Planner:
             logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {plan.record.taken}")
         return plan
 
-    def _divide_batches(self) -> tuple[Batches, Batches, Batches]:
+    def _divide_batches(self) -> tuple[curves.Batches, curves.Batches, curves.Batches]:
         """Return (batches for the curves, to try blocks of modules, to try plans); none to try if a process would hold out fewer
         than two sequences."""
         rule = self.recipe.allocation
         if not hasattr(rule, "samples"):
             return self.setup.batches, [], []
         samples = -(-getattr(rule, "trial_samples", 0) // count_ranks())  # an equal share per process
-        fit, held = hold_batches(self.setup.batches, 2 * samples)
+        fit, held = curves.hold_batches(self.setup.batches, 2 * samples)
         count = sum(len(batch["input_ids"]) for batch in held)
         if min(gather(count)) < 2:
             fit, held = self.setup.batches, []
-        return take_batches(fit, self.setup.groups, rule.samples), *split_batches(held, count // 2)
+        return curves.take_batches(fit, self.setup.groups, rule.samples), *curves.split_batches(held, count // 2)
 
-    def _measure_curves(self, fit: Batches, sensitivity: Sensitivity, keeps: bool) -> Fit:
+    def _measure_curves(self, fit: curves.Batches, sensitivity: Sensitivity, keeps: bool) -> curves.Fit:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
         recipe, context = self.recipe, self.context
         hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
-        keeps = keeps and all(gather("moments" in context.kept or can_keep_moments(groups, hidden_size)))
-        measurer = CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
+        keeps = keeps and all(gather("moments" in context.kept or curves.can_keep_moments(groups, hidden_size)))
+        measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
         return measurer.measure(fit, groups, keeps)
 
-    def _try(self, plans: Sequence[Mapping[str, int]], measured: Fit, fit: Batches, held: Batches) -> list[float]:
+    def _try(
+        self, plans: Sequence[Mapping[str, int]], measured: curves.Fit, fit: curves.Batches, held: curves.Batches
+    ) -> list[float]:
         """Return the divergence of every plan on held-out batches, in nats."""
-        config = self.recipe.make_config()
-        trial = Trial(self.model, self.setup.groups, plans, config, measured, self.context)
+        trial = Trial(self.model, self.setup.groups, plans, self.recipe.make_config(), measured, self.context)
         trial.run(held if measured.moments else [*fit, *held])
         return trial.measure(held)
 

@@ -15,6 +15,7 @@ from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
+from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.checks import select_uniform
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
@@ -43,9 +44,7 @@ class StruPruneModifier(StructuredModifier):
 
     Fields as in :class:`StructuredModifier`, and:
 
-    :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage, which
-        sets it
-    :param allocation: ``uniform``, or a rule that takes an allocation pass of the stage's own
+    :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage
     :param reconstruct: target of a solve (method.md section 2)
     :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
         ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
@@ -72,8 +71,6 @@ class StruPruneModifier(StructuredModifier):
             self.allocation = RULES.parse("uniform")
         return self
 
-    # -- lifecycle: llm-compressor's events ------------------------------------------------------------------------
-
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
         self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
@@ -93,7 +90,7 @@ class StruPruneModifier(StructuredModifier):
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
             log = None if self._store is None else LayerLog(self._store)
             with calibrating(model):
-                records = pruner.prune_model(model, setup.batches, setup.all_groups, log)
+                records = pruner.prune_model(model, setup.batches, sort_groups([*setup.groups, *setup.whole]), log)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._finish = partial(setup.finish, self, plan, records, sensitivity, context)
 

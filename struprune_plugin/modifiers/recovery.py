@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -37,11 +36,6 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     merged into the weights. See :class:`~struprune_plugin.recovery.training.AdapterTraining`. For longer or wider training give
     the output folder to ``transformers.Trainer``.
 
-    Lifecycle:
-        - on_initialize: check recipe, model and text
-        - on_calibration_start: train, merge
-        - on_finalize: add the record to the saved manifest
-
     Example recipe::
 
         pruning_stage:
@@ -57,15 +51,21 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     _linears: list[str] = PrivateAttr(default_factory=list)
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the manifest; empty before the training
 
-    # -- lifecycle ------------------------------------------------------------------------------------------------
-
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        check_stage(self, state.model, *self.split_recipe())
+        check_stage(self, state.model, self.split_recipe()[0])
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         batches = read_batches(state.data.calib)
-        samples, self._micro_size = read_samples(batches)
+        samples = [ids[kept] for ids, kept in read_rows(batches) if kept.sum() > 1]  # one token predicts none
+        fraction = self.holdout.fraction if self.holdout else 0.0
+        num_train = len(samples) - (max(1, round(fraction * len(samples))) if fraction else 0)
+        if num_train < 1:
+            raise ValueError(
+                f"dataset: must leave a sequence of two tokens to train on, got {len(samples)} of them, {len(samples) - num_train} "
+                "held out. Raise the number of samples, or lower holdout.fraction."
+            )
         check_sequences(state.model, max(map(len, samples)), max(int(sample.max()) for sample in samples))
-        self._samples = self._split_samples(samples)
+        self._micro_size = max(len(batch["input_ids"]) for batch in batches)
+        self._samples = samples[:num_train], samples[num_train:]
         self._linears = match_linears(state.model, self.adapters)
         self.open_store(state, batches)
         return True
@@ -102,37 +102,10 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         source = state.model.config._name_or_path
 
         def add_record(folder: str) -> None:
-            """Add the record to the manifest of this run's pruning stage or, without one, of the loaded pruned folder."""
+            # to the manifest of this run's pruning or, without one, of the loaded folder
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # None if nothing was ever pruned
                 write_manifest(read_manifest(manifest).model_copy(update=told), folder)
 
         wrap_save(state.model, add_record)
         return True
-
-    def _split_samples(self, samples: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (training part, held-out part): the last samples, at least one, if there is a ``holdout``.
-
-        :raises ValueError: no sample is left to train on
-        """
-        fraction = self.holdout.fraction if self.holdout else 0.0
-        num_held = max(1, round(fraction * len(samples))) if fraction else 0
-        if num_held >= len(samples):
-            raise ValueError(
-                f"holdout.fraction: must leave a sample to train on, got {fraction} ({num_held} of {len(samples)} samples held "
-                "out). Lower it or raise the number of samples."
-            )
-        return samples[: len(samples) - num_held], samples[len(samples) - num_held :]
-
-
-def read_samples(batches: Sequence[dict[str, Tensor]]) -> tuple[list[Tensor], int]:
-    """Return the token ids of the calibration sequences, without padding, shape [S], int64, and the largest batch size.
-
-    :raises ValueError: there is no sequence of two tokens
-    """
-    samples = [ids[kept] for ids, kept in read_rows(batches) if kept.sum() > 1]
-    if not samples:
-        raise ValueError(
-            "dataset: calibration text must hold at least one sequence of two tokens, got none. Give longer samples."
-        )
-    return samples, max(len(batch["input_ids"]) for batch in batches)

@@ -22,94 +22,48 @@ from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.surgery import check_sliceable
-from struprune_plugin.model.units import find_groups, sort_groups
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.budgets import (
-    Rounding,
-    check_widths,
-    describe_limit,
-    describe_roundings,
-    find_budget,
-    find_mixture,
-    find_roundings,
-)
-from struprune_plugin.modifiers.checks import (
-    check_cache_quantisation,
-    check_calibration,
-    check_layers,
-    check_stage,
-    check_uniform,
-    read_batches,
-)
+from struprune_plugin.modifiers import budgets, checks
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.storage.manifest import (
-    AllocationRecord,
-    BudgetRecord,
-    CalibrationRecord,
-    GroupRecord,
-    Manifest,
-    ModelRecord,
-    StageEntry,
-)
+from struprune_plugin.storage import manifest
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Facts about a run that are known before it starts.
+    """Facts about a run that are known before it starts."""
 
-    :param groups: groups to prune, in the order in which the model computes them
-    :param whole: groups that keep all units and are re-solved
-    :param roundings: rounding of kept counts, by group name
-    :param sizes: sizes of the groups for the budget, beside whole experts
-    :param budget: the budget on this model
-    :param mixture: whole experts that may be removed; None if none may
-    :param batches: calibration batches
-    :param calibration: record of them
-    :param num_parameters: parameters of the model
-    :param early: plan, if it needs no calibration data
-    :param uniform: whether all layers get one size, for stock classes
-    """
-
-    groups: Sequence[UnitGroup]
-    whole: Sequence[UnitGroup]
-    roundings: dict[str, Rounding]
-    sizes: Sequence[GroupSize]
+    groups: Sequence[UnitGroup]  # to prune, in the order in which the model computes them
+    whole: Sequence[UnitGroup]  # they keep all units and are re-solved
+    roundings: dict[str, budgets.Rounding]  # of kept counts, by group name
+    sizes: Sequence[GroupSize]  # of the groups beside whole experts
     budget: Budget
-    mixture: Mixture | None
+    mixture: Mixture | None  # whole experts that may be removed
     batches: list[dict[str, Tensor]]
-    calibration: CalibrationRecord
+    calibration: manifest.CalibrationRecord
     num_parameters: int
-    early: UnitAllocation | None
-    uniform: bool
-
-    @property
-    def all_groups(self) -> list[UnitGroup]:
-        """Groups that are re-solved, in the order in which the model computes them."""
-        return sort_groups([*self.groups, *self.whole])
+    early: UnitAllocation | None  # plan of a rule that needs no calibration data
+    uniform: bool  # all layers get one size, for stock classes
 
     def finish(
         self,
         recipe: StructuredModifier,
         plan: UnitAllocation,
-        groups: list[GroupRecord],
+        groups: list[manifest.GroupRecord],
         sensitivity: Sensitivity,
         context: DeviceContext,
         model: PreTrainedModel,
-    ) -> Manifest:
-        """Give the pruned model its configuration and class; return the manifest of the run.
-
-        :param sensitivity: measurements of the dense model
-        :param context: context of the run, which has counted its seconds and bytes
-        """
+    ) -> manifest.Manifest:
+        """Give the pruned model its configuration and class; return the manifest of the run."""
         _tell_lost_experts(model, self.groups)
         finish_model(model, self.uniform)
         experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
-        return Manifest(
-            model=ModelRecord(
+        return manifest.Manifest(
+            model=manifest.ModelRecord(
                 base=model.config._name_or_path,
                 type=model.config.model_type,
                 parameters_before=self.num_parameters,
@@ -119,17 +73,17 @@ class RunSetup:
             settings=recipe.dump_fields(),
             seed=torch.initial_seed(),
             calibration=self.calibration,
-            budget=BudgetRecord(
+            budget=manifest.BudgetRecord(
                 prunable_parameters=self.budget.num_prunable,
                 asked_sparsity=self.budget.sparsity,
                 removed_parameters=removed,
                 met_sparsity=removed / self.budget.num_prunable,
-                rounding=describe_roundings(plan.list_left(self.groups), self.roundings),
-                limit=describe_limit(recipe, self.budget, count_weight_bytes(model), self.sizes, plan.kept),
+                rounding=budgets.describe_roundings(plan.list_left(self.groups), self.roundings),
+                limit=budgets.describe_limit(recipe, self.budget, count_weight_bytes(model), self.sizes, plan.kept),
             ),
             allocation=plan.record,
             memory_measure=context.measure,
-            stages=[StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
+            stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,
             experts=experts,
             sensitivity=sensitivity.summarize_fisher(),
@@ -147,12 +101,9 @@ def prepare_run(
 
     Experts whose removal fails in the rehearsal stay whole: ``modifier.experts`` is then set to None.
 
-    :param loader: calibration data; None if none was given
     :param stages: modifiers before this one in the recipe, and those behind it
-    :param uniform: whether all layers must have one size, for stock classes
     """
     before, later = stages
-    check_layers(model)
     units = modifier.attention_unit, modifier.prune_ffn
     if modifier.experts is None or modifier.experts.drops:
         rehearse(model, *units, prune_experts=modifier.experts is not None)
@@ -165,11 +116,11 @@ def prepare_run(
         )
     groups = modifier.find_groups(model)
     if uniform:
-        check_uniform(modifier, model, groups, later)
+        checks.check_uniform(modifier, model, later)
     whole = _find_whole(modifier, model, groups)
-    check_stage(modifier, model, before, later)
+    checks.check_stage(modifier, model, before)
     _check_methods(modifier, model, groups, later)
-    roundings = find_roundings(model, groups, later, modifier.width_multiple)
+    roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     for group in groups:
         check_sliceable(model.get_submodule(group.layer_name), group)
         if (rounding := roundings[group.name]).step > group.num_units:
@@ -177,30 +128,31 @@ def prepare_run(
                 f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
                 f"width {group.num_columns}. Choose a smaller multiple or group size."
             )
-    mixture = find_mixture(modifier, model, groups, [*before, *later])
-    sizes, budget = find_budget(modifier, model, groups, roundings, mixture, later)
+    mixture = budgets.find_mixture(modifier, model, groups, [*before, *later])
+    sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)
     most = getattr(modifier.allocation, "max_sparsity", 1.0)
     if budget.share > most:
         raise ValueError(
-            f"max_sparsity: must be at least {budget.share:.4f}, the mean over the modules to prune at "
-            f"sparsity={budget.sparsity:g}, got {most}. Lower sparsity, raise max_sparsity, or prune more kinds of units."
+            f"max_sparsity: must be at least {budget.share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
         )
-    batches = read_batches(loader)
-    calibration = check_calibration(model, batches, *find_widest_solve(modifier, [*groups, *whole]))
-    early = _plan_early(modifier, model, sizes, budget, uniform)
+    batches = checks.read_batches(loader)
+    widest = max((*groups, *whole), key=lambda group: group.num_columns)
+    solves = modifier.importance.eliminates or modifier.weight_update.solves
+    needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
+    calibration = checks.check_calibration(model, batches, widest.name, needed)
+    early = None
+    if not sizes:  # whole experts alone
+        early = UnitAllocation({}, manifest.AllocationRecord(modifier.allocation.rule))
+    elif uniform:
+        early = allocate_uniformly(sizes, budget, lambda kind, n: kind != "attention" or can_hold_heads(model, n))
+    elif not modifier.allocation.measures:
+        early = modifier.allocation.decide(sizes, {}, budget)
+    elif hasattr(modifier.allocation, "samples"):
+        allocate_uniformly(sizes, budget)  # raises if the multiples are too coarse for the budget
     if early is not None:
-        check_widths(groups, early.kept, roundings)  # if uniform counts do not fit, no others do
-    if sizes and modifier.allocation.measures:
-        early = None
+        budgets.check_widths(groups, early.kept, roundings)
     count = count_parameters(model)
     return RunSetup(groups, whole, roundings, sizes, budget, mixture, batches, calibration, count, early, uniform)
-
-
-def find_widest_solve(modifier: StructuredModifier, groups: Sequence[UnitGroup]) -> tuple[str, int]:
-    """Return the name of the widest module, and the tokens that its solve needs: one per input and one for the bias."""
-    widest = max(groups, key=lambda group: group.num_columns)
-    solves = modifier.importance.eliminates or modifier.weight_update.solves
-    return widest.name, widest.num_columns + 1 if solves else 1
 
 
 def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -224,31 +176,15 @@ def _tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> N
         setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))
 
 
-def _plan_early(
-    recipe: StructuredModifier, model: PreTrainedModel, sizes: Sequence[GroupSize], budget: Budget, uniform: bool
-) -> UnitAllocation | None:
-    """Return the plan of a rule that needs no calibration data; of one that does, uniform counts, which must fit, too."""
-    rule = recipe.allocation
-    if not sizes:  # whole experts alone
-        return UnitAllocation({}, AllocationRecord(rule.rule))
-    if uniform:
-        return allocate_uniformly(
-            sizes, budget, lambda kind, count: kind != "attention" or can_hold_heads(model, count)
-        )
-    if not rule.measures:
-        return rule.decide(sizes, {}, budget)
-    return allocate_uniformly(sizes, budget) if hasattr(rule, "samples") else None
-
-
 def _check_methods(
     modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
 ) -> None:
     """Raise if a method is not defined for the model, the chosen modules, or another field."""
-    importance, update, experts = modifier.importance, modifier.weight_update, modifier.experts
+    importance, update = modifier.importance, modifier.weight_update
     asked = f"importance: {importance.method}", f"weight_update: {update.method}"
-    check_cache_quantisation(model.config, later, modifier.attention_unit == "head")
+    checks.check_cache_quantisation(later, modifier.attention_unit == "head")
     importance.check(model, modifier.attention_unit, modifier.prune_ffn)
-    if experts is not None and not importance.takes_experts and find_structure(model).has_experts:
+    if modifier.experts is not None and not importance.takes_experts and find_structure(model).has_experts:
         raise ValueError(
             f"`{asked[0]}` is not defined for the experts of a mixture. Set `experts: none`, or another importance."
         )
@@ -257,12 +193,5 @@ def _check_methods(
     for name, is_on_device in zip(asked, (not importance.takes_offload, update.refines), strict=True):
         if modifier.offload and is_on_device:
             raise ValueError(f"offload: must be false with `{name}`, which runs on the device. Remove one of the two.")
-    unused = ""
-    if modifier.width_multiple not in ("auto", 1) and not any(group.unit.is_ffn for group in groups):
-        unused = f"width_multiple: {modifier.width_multiple}"
-    elif update.refines and not any(map(update.can_refine, groups)):
-        unused = asked[1]
-    if unused:
-        raise ValueError(
-            f"`{unused}` has no effect on the chosen modules, none of which it covers. Remove it, or prune other modules."
-        )
+    if update.refines and not any(map(update.can_refine, groups)):
+        raise ValueError(f"`{asked[1]}` has no effect on the chosen modules. Remove it, or prune other modules.")

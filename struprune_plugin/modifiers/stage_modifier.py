@@ -38,14 +38,6 @@ class StageModifier(Modifier):
         refuse_gone(values if isinstance(values, dict) else ())
         return values
 
-    @model_validator(mode="after")
-    def _check_span(self) -> StageModifier:
-        if self.start is not None or self.end is not None:
-            raise ValueError(
-                f"start and end have no effect: {type(self).__name__} runs once, in a stage of its own. Remove them."
-            )
-        return self
-
     @reset_torch()
     def initialize(self, state: State, **kwargs: Any) -> None:
         copy_inference_tensors(state.model)

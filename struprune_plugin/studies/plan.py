@@ -100,7 +100,7 @@ def plan_run(
     later, groups = list(modifiers[position + 1 :]), modifier.find_groups(model)
     roundings = find_roundings(model, groups, later, modifier.width_multiple)
     mixture = find_mixture(modifier, model, groups)
-    sizes, budget = find_budget(stages[-1], model, groups, roundings, mixture, later)
+    sizes, budget = find_budget(stages[-1], model, groups, roundings, mixture)
     kept = dict(allocate_uniformly(sizes, budget).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""

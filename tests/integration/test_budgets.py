@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers.models import make_dataset, run_oneshot, save_wide_llama
-from llmcompressor.modifiers.quantization import GPTQModifier
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
@@ -55,9 +54,9 @@ def test_parameters_in_a_budget_are_the_sparsity():
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"budget": {}}, "must give one of parameters, bytes and speedup, got none"),
-        ({"budget": {"bytes": 9, "parameters": 0.2}}, "must give one of .*, got parameters, bytes"),
-        ({"budget": {"speedup": 1.2}}, "speedup and costs, its table, must come together"),
+        ({"budget": {}}, "must give parameters, or bytes, or .* got none"),
+        ({"budget": {"bytes": 9, "parameters": 0.2}}, "must give .*, got parameters, bytes"),
+        ({"budget": {"speedup": 1.2}}, "speedup with costs, its table, got speedup"),
         ({"budget": {"bytes": "400XB"}}, "could not interpret byte unit: XB"),
         ({"budget": {"speedup": 0.5}}, "greater than or equal to 1"),
         ({"budget": {"cache": 0.5}}, "`cache` is gone. A smaller cache needs fewer heads"),
@@ -75,7 +74,7 @@ def test_a_budget_that_means_nothing_is_refused(fields, told):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"budget": {"bytes": 5000}}, r"^budget: bytes must be at least .* MB, .*, got 5 kB"),
+        ({"budget": {"bytes": 5000}}, r"removable of .*or prune more kinds of units"),
         ({"budget": {"bytes": 10**6}, "importance": "l0"}, "`importance: l0` needs sparsity"),
     ],
 )
@@ -83,12 +82,6 @@ def test_what_cannot_be_met_is_refused_before_any_work(llama, tmp_path, fields, 
     with pytest.raises(ValueError, match=told):
         run(llama, tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
-
-
-def test_bytes_before_a_quantiser_are_refused(llama, tmp_path):
-    recipe = [StruPruneModifier(budget={"bytes": 10**6}), GPTQModifier(scheme="W8A8", ignore=["lm_head"])]
-    with pytest.raises(ValueError, match="budget: bytes are counted before quantisation, got a quantiser behind"):
-        run(llama, tmp_path / "out", recipe)
 
 
 def test_a_budget_on_the_command_line_replaces_the_recipes_sparsity():

@@ -33,15 +33,13 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({"sparsity": 0.9, "attention_unit": "none"}, r"removable .* Lower sparsity to at most 0\.\d+"),
         ({"sparsity": 0.3, "targets": ["re:.*nothing"]}, "'re:.*nothing' must match"),
         ({"sparsity": 0.3, "width_multiple": 64}, r"multiples of 64 \(width_multiple: 64\), more than the width 40"),
-        ({"sparsity": 0.3, "dataset": make_dataset(2, 16)}, "fc2: .* at least 41 calibration tokens .* got at most 32"),
+        ({"sparsity": 0.3, "dataset": make_dataset(2, 16)}, "fc2: .* at least 41 calibration tokens .* got 32 in 2"),
         ({"sparsity": 0.3, "dataset": make_dataset(4, 80)}, "at most 64 tokens long, .* got 80"),
         ({"sparsity": 0.3, "allocation": {"rule": "softmax", "max_sparsity": 0.2}}, r"max_sparsity: must be .* 0\.4"),
         ({"sparsity": 0.01, "width_multiple": 24}, "must let the modules remove .* Lower width_multiple"),
-        ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent' .* got 'basic'"),
+        ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent', .* got 'basic'"),
         ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
         ({"overwrit": True}, "must be an argument of oneshot. Did you mean overwrite?"),
-        ({"sparsity": 0.3, "stage": "nope"}, "stage='nope' has no effect. Remove it. Edit the recipe"),
-        ({"sparsity": 0.3, "recipe_args": ["sparsity=0.9"]}, r"recipe_args=\['sparsity=0\.9'\] has no effect"),
         ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "exactly one SparsityAllocatorModifier must"),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
@@ -51,7 +49,10 @@ def broken_model(tmp_path, name, value=float("inf")):
             {"recipe": [StruPruneModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
             "must have one StruPr.*, got 2",
         ),
-        ({"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]}, r"must be 0\.3 as in"),
+        (
+            {"recipe": [SparsityAllocatorModifier(sparsity=0.3), StruPruneModifier(sparsity=0.2)]},
+            "sparsity must be left out",
+        ),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), QuantizationModifier(scheme="W4A16", ignore=["lm_head"])]},
             r"multiples of 128 \(QuantizationModifier: weights in groups of 128\), more than the width",
@@ -107,7 +108,7 @@ def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
 
 
 def test_oneshot_refuses_what_is_no_model_and_no_recipe(opt, tmp_path):
-    with pytest.raises(ValueError, match=r"recipe: none was given\. Pass recipe=… with a YAML file"):
+    with pytest.raises(ValueError, match=r"recipe: must be a file, .* got None"):
         oneshot(model=str(opt), recipe=None)
     with pytest.raises(ValueError, match="model: must be a folder, a hub name or a loaded model, got int"):
         oneshot(model=5, recipe=StruPruneModifier(sparsity=0.3))
@@ -299,10 +300,3 @@ def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path, mo
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))
     assert first.keys() == second.keys() == plain.state_dict().keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_loaded_model_cannot_be_offloaded_afterwards(opt, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(opt)
-    with pytest.raises(ValueError, match="offload_folder: must be left out for a loaded model"):
-        run_oneshot(model, sparsity=0.3, offload_folder=tmp_path / "disk")
-    assert not (tmp_path / "disk").exists()

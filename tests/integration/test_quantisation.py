@@ -201,13 +201,6 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
         ("value_channels", [quantise(weights=CHANNEL, input_activations=GROUP)], (12, 12), (12, 12)),
         (
             "value_channels",
-            [quantise(weights=CHANNEL, output_activations=GROUP, targets=["re:.*fc1$"])],
-            (4, 4),
-            (12, 12),
-        ),
-        ("head", [quantise(weights=CHANNEL, output_activations=GROUP, targets=["re:.*v_proj"])], (2, 12), (1, 1)),
-        (
-            "value_channels",
             [quantise(weights=BLOCK)],
             (60, 60),
             (30, 30),
@@ -350,12 +343,15 @@ def smooth(name):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (lambda p: [eight_bits(), p], "must come before every quantiser, got QuantizationModifier first"),
-        (lambda p: [quantise(8), p], "must come before every quantiser, got GPTQModifier first"),
-        (lambda p: [smooth("AWQModifier"), p, quantise(8)], "every quantiser and its smoothing, got AWQModifier first"),
-        (lambda p: [smooth("SmoothQuantModifier"), p, eight_bits()], "its smoothing, got SmoothQuantModifier first"),
-        (lambda p: [sparsify(), p], "must come before every sparsity modifier, got SparseGPTModifier first"),
-        (lambda p: [p, eight_bits(kv_cache_scheme=CACHE)], "cannot quantise the key-value cache of 'opt'"),
+        (lambda p: [eight_bits(), p], "sparsity modifiers, got QuantizationModifier first"),
+        (lambda p: [quantise(8), p], "sparsity modifiers, got GPTQModifier first"),
+        (lambda p: [smooth("AWQModifier"), p, quantise(8)], "sparsity modifiers, got AWQModifier first"),
+        (
+            lambda p: [smooth("SmoothQuantModifier"), p, eight_bits()],
+            "sparsity modifiers, got SmoothQuantModifier first",
+        ),
+        (lambda p: [sparsify(), p], "sparsity modifiers, got SparseGPTModifier first"),
+        (lambda p: [p, eight_bits(kv_cache_scheme=CACHE)], "Cannot determine num_key_value_heads"),
     ],
 )
 @pytest.mark.parametrize(

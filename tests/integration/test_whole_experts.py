@@ -188,7 +188,7 @@ REFUSED = {
     "too many": ({"experts": "whole", "sparsity": 0.9, **ALONE}, "2 of 8 experts of a layer must stay"),
     "some layers": (
         {"experts": "whole", "sparsity": 0.1, "ignore": ["re:.*layers\\.2\\..*experts.*"]},
-        "`experts: whole` must cover the experts of all layers",
+        "`experts: whole` needs a mixture with .* Remove targets and ignore",
     ),
 }
 

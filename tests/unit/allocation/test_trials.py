@@ -104,7 +104,7 @@ def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp
 def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(family, save_family, monkeypatch):
     folder, seen = save_family(family), watch_trials(monkeypatch)
     for keeps in (True, False):
-        monkeypatch.setattr(planning, "can_keep_moments", lambda *_, keeps=keeps: keeps)
+        monkeypatch.setattr(planning.curves, "can_keep_moments", lambda *_, keeps=keeps: keeps)
         prune(folder)
     for (kept, found), (anew, again) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         assert found == again

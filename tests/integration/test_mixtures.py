@@ -1,4 +1,4 @@
-"""Experts of mixtures, from a folder to a folder: types that differ, widths, few tokens, quantisers, resume."""
+"""Experts of mixtures, from a folder to a folder: widths, few tokens, quantisers, resume."""
 
 import json
 
@@ -10,8 +10,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from eval import coverage
-from eval.coverage import make_config, run_type
+from eval.coverage import make_config
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
@@ -19,23 +18,6 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
-
-TYPES = {  # type -> number of layers; gpt_oss, deepseek_v3 and nemotron_h pass the same stages elsewhere
-    "qwen2_moe": 2,  # a shared expert of another width, gated
-    "llama4_text": 2,  # every expert takes every token
-    "ernie4_5_moe": 2,  # layers of both kinds
-    "gemma4_text": 2,  # norms behind, a dense FFN beside
-}
-
-
-@pytest.mark.parametrize(("model_type", "layers"), TYPES.items())
-def test_experts_of_types_that_differ_pass_every_stage(model_type, layers, monkeypatch):
-    mixture = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
-    monkeypatch.setitem(coverage.OPEN, "gemma4_text", mixture)
-    monkeypatch.delitem(coverage.STAGES, "FFN")  # it is in "all"
-    row = run_type(model_type, layers)
-    assert row["verdict"] == "pruned", row
-    assert "experts" in row["units (layers)"]
 
 
 def save_mixture(model_type, folder, samples):

@@ -14,11 +14,11 @@ def test_methods_rank_as_they_should_on_a_trained_model(testbed):
     folder = str(testbed / "opt-mini")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenize_texts(tokenizer, read_texts(testbed / "data" / "wikitext2_test.jsonl"), 3_200)
-    data = make_calibration_dataset(testbed / "data" / "books_calibration.jsonl", tokenizer, 64, 128)
+    data = make_calibration_dataset(testbed / "data" / "books_calibration.jsonl", tokenizer, 32, 128)
     options = {
         "dataset": data,
         "batch_size": 8,
-        "num_calibration_samples": 64,
+        "num_calibration_samples": 32,
         "attention_unit": "head",
         "sparsity": 0.3,
         "sensitivity": "fisher",

@@ -17,6 +17,8 @@ from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP, check_gradient_memory
 
+CLOSED_FORM = {"method": "closed_form", "steps": 2, "inner_steps": 2}  # fewer than the default's
+
 
 @pytest.mark.parametrize(
     ("shape", "unit"), [("pre_norm", "value_channels"), ("post_norm", "head"), ("no_bias", "value_channels")]
@@ -154,7 +156,7 @@ def test_score_based_importance_keeps_the_units_of_highest_score(opt, importance
 )
 def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields, tmp_path):
     """In bfloat16 the activations themselves are rounded as a kernel adds: choices that tie to within that may fall otherwise."""
-    data = {"dataset": make_dataset(10), "num_calibration_samples": 10}  # 10: the last batch is a smaller one
+    data = {"dataset": make_dataset(6), "num_calibration_samples": 6}  # 6: the last batch is a smaller one
     groups, threads = [], torch.get_num_threads()
     for size, num_threads in ((1, 1), (4, 2)):
         torch.set_num_threads(num_threads)
@@ -178,11 +180,12 @@ def test_batch_size_and_threads_do_not_change_the_kept_units(opt, dtype, fields,
     ("importance", "update"),
     [
         *((name, "least_squares") for name in ("magnitude", "snip", "l0", "closed_form")),
-        *((name, "none") for name in ("obs", "wanda", "closed_form")),  # of each kind: eliminates, scores, learns
+        *((name, "none") for name in ("obs", "wanda")),  # of each kind: eliminates, scores
     ],
 )
 def test_every_importance_runs_with_and_without_correction(opt, importance, update, tmp_path):
     fields = {"sparsity": 0.3, "importance": importance, "weight_update": update}
+    fields |= {"importance": CLOSED_FORM} if importance == "closed_form" else {}
     pruned = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
     dense, manifest = OPTForCausalLM.from_pretrained(opt), read_manifest(tmp_path / "out")
     assert abs(manifest.budget.met_sparsity - 0.3) < 0.005
@@ -318,9 +321,8 @@ def test_softmax_spares_what_matters_and_gamma_decays_with_depth(opt, tmp_path):
         assert values[0.5][name] == pytest.approx(value * 0.5**layer)
 
 
-@pytest.mark.parametrize("unit", ["head", "value_channels"])
-def test_algorithm_1_meets_the_budget_by_one_threshold(opt, unit, tmp_path):
-    fields = {"sparsity": 0.3, "allocation": "global_threshold", "importance": "closed_form", "attention_unit": unit}
+def test_algorithm_1_meets_the_budget_by_one_threshold(opt, tmp_path):
+    fields = {"sparsity": 0.3, "allocation": "global_threshold", "importance": CLOSED_FORM}
     run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
     assert abs(manifest.budget.met_sparsity - 0.3) < 0.01

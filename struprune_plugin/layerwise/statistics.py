@@ -29,7 +29,6 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
-_OFFLOADED_TOKENS, _OFFLOADED_ROWS = 256, 256  # tokens converted, and rows of a product, on the device at once
 _FAINT = 1e-12
 _HOLD_EVERY = 4  # sequences
 
@@ -81,7 +80,7 @@ class GroupSums:
             return MomentSums(sizes, device, torch.float32)
         with context.solving():
             host = context.solve_device
-            return MomentSums(sizes, host, torch.float32, _OFFLOADED_TOKENS, _OFFLOADED_ROWS, context.to_solver)
+            return MomentSums(sizes, host, torch.float32, context.to_solver)
 
     def add(self, visit: Visit) -> None:
         """Add every sequence of a visit once: to the sums, or every fourth to separate ones; :meth:`finish` adds the two."""

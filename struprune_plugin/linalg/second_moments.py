@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ _LEAST_ROWS = 256  # minimum height of a block
 # On a CPU, no product sums more terms than this: a BLAS splits longer sums among threads, and float32 rounds them more.
 _TERMS = 512
 _NARROW_ROWS = 1024  # rows of a bfloat16 product, which is computed before it is added
+_FETCHED = 256  # tokens, and rows of a product, that are on the device at once where sums are not
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,29 +46,23 @@ class SecondMoments:
         return round(self.gram[-1, -1].item())  # the row of ones against itself
 
 
-def make_moments(num_inputs: int, num_outputs: int, device: torch.device | str, dtype: torch.dtype) -> SecondMoments:
-    """Return empty moments of a linear with ``num_inputs`` inputs and ``num_outputs`` outputs.
-
-    :param dtype: accumulation dtype, float32 or float64
-    """
-    size = num_inputs + 1
+def make_moments(weight: Tensor) -> SecondMoments:
+    """Return empty moments of the regression of a weight, bias last, on its device and in its dtype."""
+    size, energy = weight.shape[1], weight.new_zeros((), dtype=torch.float64)
     return SecondMoments(
-        gram=torch.zeros(size, size, device=device, dtype=dtype),
-        cross=torch.zeros(num_outputs, size, device=device, dtype=dtype),
-        target_energy=torch.zeros((), device=device, dtype=torch.float64),
-        absolute_sum=torch.zeros(num_inputs, device=device, dtype=dtype),
+        weight.new_zeros(size, size), weight.new_zeros(weight.shape), energy, weight.new_zeros(size - 1)
     )
 
 
-def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor) -> None:
-    """Add the tokens of one micro-batch to sums, which do not depend on how the tokens are split into batches.
+def accumulate_moments(moments: SecondMoments, inputs: Tensor, targets: Tensor, last: Tensor | None = None) -> None:
+    """Add the tokens of one micro-batch to sums, in place; these do not depend on how the tokens are split into batches.
 
-    :param moments: updated in place
-    :param inputs: inputs of the consuming linear, shape [tokens, n], any float dtype
-    :param targets: target outputs of that linear, shape [tokens, d], any float dtype
+    :param inputs: shape [tokens, n], any float dtype; ``targets`` of shape [tokens, d]
+    :param last: last row of P in place of ones, shape [tokens, 1]
     """
     dtype = moments.gram.dtype
-    widened, targets = torch.nn.functional.pad(inputs.to(dtype), (0, 1), value=1.0), targets.to(dtype)
+    widened = torch.cat([inputs, inputs.new_ones(len(inputs), 1) if last is None else last], 1).to(dtype)
+    targets = targets.to(dtype)
     moments.gram.addmm_(widened.T, widened)
     moments.cross.addmm_(targets.T, widened)
     moments.target_energy.add_(_measure_energy(targets))
@@ -80,71 +77,60 @@ class MomentSums:
     On a GPU, targets are split into two bfloat16 parts, which hold 16 of their bits.
 
     :param sizes: (n, d): inputs and outputs of the linear
-    :param device: device of the sums
-    :param dtype: dtype of the sums, float32 or float64
-    :param tokens: number of tokens converted to that dtype at once; on a CPU at most 512
-    :param rows: rows of a product computed at once, where ``fetch`` is given
-    :param fetch: function that moves a product to the device of the sums, where the activations are on another
+    :param dtype: of the sums, float32 or float64
+    :param fetch: moves a product to the device of the sums, where the activations are on another
     """
 
     def __init__(
-        self,
-        sizes: tuple[int, int],
-        device: torch.device | str,
-        dtype: torch.dtype,
-        tokens: int = 1 << 20,
-        rows: int = 1 << 20,
-        fetch: Callable[[Tensor], Tensor] | None = None,
+        self, sizes: tuple[int, int], device: torch.device | str, dtype: torch.dtype, fetch: Move | None = None
     ):
         num_inputs, num_outputs = sizes
-        self._dtype, self._tokens, self._rows, self._fetch = dtype, tokens, rows, fetch
-        self._upper = [torch.zeros(shape, device=device, dtype=dtype) for shape in _list_blocks(num_inputs)]
-        self._cross = torch.zeros(num_outputs, _align(num_inputs), device=device, dtype=dtype)
+        make = partial(torch.zeros, device=device, dtype=dtype)
+        self._dtype, self._fetch = dtype, fetch
+        self._upper = [make(shape) for shape in _list_blocks(num_inputs)]
+        self._cross = make(num_outputs, _align(num_inputs))
         # of inputs, of absolute inputs, of targets, and the number of tokens, or the sum of their squared weights
         self._sizes = num_inputs, num_inputs, num_outputs, 1
-        self._sums = torch.zeros(sum(self._sizes), device=device, dtype=dtype)
+        self._sums = make(sum(self._sizes))
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
 
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of one sequence, or of several, as :func:`accumulate_moments` does.
 
-        Float32 sums depend on the order of their terms. Added sequence by sequence, they do not depend on the split into
-        batches. No BLAS guarantees the same order for another number of threads or another processor: there the last bits of a
-        sum may differ, which :mod:`struprune_plugin.linalg.ties` keeps out of the choice of units.
+        Added sequence by sequence, sums do not depend on the split into batches. With another number of threads or another
+        processor their last bits may differ, which :mod:`struprune_plugin.linalg.ties` keeps out of the choice of units.
 
         :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
         narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
-        tokens = self._tokens if inputs.is_cuda else min(self._tokens, _TERMS)
+        fetch = self._fetch or (lambda tensor: tensor)
+        tokens = min(_FETCHED if self._fetch else len(inputs), len(inputs) if inputs.is_cuda else _TERMS)
         pieces, extra = inputs.split(tokens), self._cross.shape[1] - inputs.shape[1]
         factors = [None] * len(pieces) if weights is None else weights.to(self._dtype).split(tokens)
         for part, wanted, factor in zip(pieces, targets.split(tokens), factors, strict=True):
             part, wanted = part.to(part.dtype if narrow else self._dtype), wanted.to(self._dtype)
             if factor is not None:
                 part, wanted = part * factor[:, None], wanted * factor[:, None]
-            self._add_sums(part, wanted, factor)
+            ones = wanted.new_ones(len(part)) if factor is None else factor
+            weighed = (part, wanted) if factor is None else (part * factor[:, None], wanted * factor[:, None])
+            input_sum, target_sum = (values.sum(0, dtype=self._dtype) for values in weighed)
+            self._sums.add_(fetch(torch.cat([input_sum, _sum_absolute(part), target_sum, ones.square().sum()[None]])))
+            self._target_energy.add_(fetch(_measure_energy(wanted)))
             part = torch.nn.functional.pad(part, (0, extra)) if extra else part
             with _multiply_as_bfloat16(weights is None and inputs.dtype is torch.bfloat16):
                 for block in self._upper:
                     right = part[:, -block.shape[1] :]
                     self._add_product(block, right[:, : len(block)], right)
-            for piece in _split_bfloat16(wanted) if narrow else (wanted,):
+            high = wanted.bfloat16() if narrow else wanted
+            for piece in (high, (wanted - high).bfloat16()) if narrow else (wanted,):
                 self._add_product(self._cross, piece, part)
-
-    def _add_sums(self, inputs: Tensor, targets: Tensor, factor: Tensor | None) -> None:
-        """Add the sums over tokens that need no product of matrices."""
-        input_sum, target_sum = (_sum_tokens(part, factor, self._dtype) for part in (inputs, targets))
-        count = input_sum.new_full((1,), len(inputs)) if factor is None else factor.square().sum()[None]
-        sums, energy = torch.cat([input_sum, _sum_absolute(inputs), target_sum, count]), _measure_energy(targets)
-        self._sums.add_(sums if self._fetch is None else self._fetch(sums))
-        self._target_energy.add_(energy if self._fetch is None else self._fetch(energy))
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         narrow = right.dtype is not self._dtype
         if self._fetch is None and not narrow:
             total.addmm_(left.T, right)
             return
-        step = min(self._rows, _NARROW_ROWS) if narrow else self._rows
+        step = _FETCHED if self._fetch else _NARROW_ROWS
         for start in range(0, len(total), step):
             rows = slice(start, start + step)
             part = left[:, rows].T
@@ -156,11 +142,8 @@ class MomentSums:
         return [*self._upper, self._cross, self._sums, self._target_energy]
 
     @staticmethod
-    def assemble(together: Sequence[MomentSums], fetch: Callable[[Tensor], Tensor] | None = None) -> SecondMoments:
-        """Return the moments of linears of one shape, with a first dimension more, and release the sums block by block.
-
-        :param fetch: function that moves sums to the device of the moments
-        """
+    def assemble(together: Sequence[MomentSums], fetch: Move | None = None) -> SecondMoments:
+        """Return the moments of linears of one shape, with a first dimension more, and release the sums block by block."""
         fetch, (size, *_) = fetch or (lambda tensor: tensor), together[0]._sizes
         cross, sums, energy = (
             fetch(stack([getattr(own, name) for own in together])) for name in ("_cross", "_sums", "_target_energy")
@@ -182,10 +165,8 @@ class MomentSums:
 
 def multiply_by_itself(tokens: Tensor) -> Tensor:
     """Return ``G^T G`` of one sequence, shape [tokens, d] -> [d, d], on a CPU in parts of 512 tokens."""
-    if tokens.is_cuda:
-        return tokens.T @ tokens
     total = tokens.new_zeros(tokens.shape[1], tokens.shape[1])
-    for part in tokens.split(_TERMS):
+    for part in tokens.split(max(len(tokens), 1) if tokens.is_cuda else _TERMS):
         total.addmm_(part.T, part)
     return total
 
@@ -234,19 +215,6 @@ def _multiply_as_bfloat16(exact: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def _split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two bfloat16 tensors whose sum equals float32 values to within a relative 2^-16."""
-    high = values.bfloat16()
-    return high, (values - high).bfloat16()
-
-
-def _sum_tokens(values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum over tokens, of each times its factor, shape [n]."""
-    if factor is not None and values.is_cuda:
-        return factor @ values  # without a copy
-    return (values if factor is None else values * factor[:, None]).sum(0, dtype=dtype)
-
-
 def _sum_absolute(inputs: Tensor) -> Tensor:
     """Return the sum of absolute inputs over tokens, float32 or better, shape [n]."""
     dtype = torch.float32 if inputs.dtype is torch.bfloat16 else None
@@ -263,10 +231,7 @@ def _measure_energy(targets: Tensor) -> Tensor:
 
 
 def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
-    """Return the moments of the given inputs in the given order, the bias last.
-
-    :param columns: input at each position, shape [..., k], int64
-    """
+    """Return the moments of the inputs at each position of ``columns``, shape [..., k], int64, the bias last."""
     rows = with_bias_index(columns, moments.gram.shape[-1] - 1)
     return replace(
         moments,
@@ -293,8 +258,7 @@ def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
         total.add_(other)
 
 
-def move_moments(moments: SecondMoments, move: Callable[[Tensor], Tensor]) -> SecondMoments:
-    """Return the moments with every tensor moved by ``move``."""
+def move_moments(moments: SecondMoments, move: Move) -> SecondMoments:
     return SecondMoments(*map(move, vars(moments).values()))
 
 
@@ -333,12 +297,10 @@ def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None = None) -> Tensor:
     """Return ``||Y - W P||^2`` of any weight from the moments alone, of one linear or of several.
 
-    ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``.
-    Source: method.md section 2.
+    ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``, at least 0, shape [...]. Source: method.md section 2.
 
     :param weight: shape [..., d, k + 1], bias last, float64
     :param columns: inputs that the weight reads, shape [..., k]; all n where None
-    :return: sum of squares over outputs and tokens, at least 0, shape [...]
     """
     if columns is not None:
         moments = select_inputs(moments, columns)

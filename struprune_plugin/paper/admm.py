@@ -1,15 +1,13 @@
 """``weight_update: admm``, Algorithm 4 on the kept units of one module; ``importance: closed_form``, Algorithm 1's inner loop.
 
 The variables of every token are on the host; each step updates those of one micro-batch or sequence on the device (R12).
-Weights are passed in lists: those of the producers, then the consumer's, bias last.
+Weights are lists, one per regression, those of the producers, then the consumer's, bias last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from itertools import compress
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 from loguru import logger
@@ -21,77 +19,55 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.statistics import ModuleView
 from struprune_plugin.linalg.budget import MAX_SPARSITY
-from struprune_plugin.linalg.elimination import keep_last, order_units
-from struprune_plugin.linalg.second_moments import SecondMoments, append_bias
+from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
+from struprune_plugin.linalg.second_moments import append_bias, make_moments, measure_error, with_bias_index
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import VALUE
-from struprune_plugin.paper.admm_attention import (
-    AttentionSample,
-    AttentionWeights,
-    accumulate_attention_moments,
-    initialize_attention_variables,
-    measure_attention_objective,
-    solve_attention_weights,
-    update_attention_variables,
-)
-from struprune_plugin.paper.admm_ffn import (
-    ADMMSettings,
-    Sample,
-    Variables,
-    accumulate_ffn_moments,
-    initialize_ffn_variables,
-    make_ridge_moments,
-    measure_ffn_objective,
-    solve_ridge,
-    update_ffn_variables,
-)
+from struprune_plugin.paper import admm_attention, admm_ffn
+from struprune_plugin.paper.admm_attention import AttentionSample
+from struprune_plugin.paper.admm_ffn import ADMMSettings, Sample, Variables
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance
 from struprune_plugin.pruning.importance.wanda import score_wanda
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, Refined, WeightUpdate
-from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import check_one_process
 
-_ON_ATTENTION = ("inner_steps", "learning_rate", "attention_method")
-_Movable = TypeVar("_Movable", bound=Sample | Variables)
-Weights = Sequence[Tensor]
+Parts = Sequence[Tensor]
 
 
 class ADMMRun:
-    """ADMM on one module; a subclass has the sub-steps of its kind.
+    """ADMM on so many units of one FFN or attention module, which is not yet sliced.
 
-    :param module: not yet sliced
     :param damping: pull of every weight step towards the current weights
-    :param parts: producers, each with the number of weights that it holds
     """
 
-    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, parts: Mapping[str, int]):
-        self.module, self.settings, self.damping, self.parts = module, settings, damping, parts
+    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, num_units: int):
+        self.module, self.settings, self.damping = module, settings, damping
         self.group, self.context = module.group, module.context
-        self.states: list[tuple[Any, Variables]] = []  # samples and their variables, on the host
+        self.states: list[tuple[Parts, Variables]] = []  # samples and their variables, on the host
+        # producers, each with the number of equal parts of its rows that are regressed apart
+        self.counts = {name: len(parts) for name, parts in self.group.producers.items()}
+        if not self.group.unit.is_ffn:
+            query, key, value = *self.group.query_key, list(self.group.producers)[-1]
+            num_heads = self.group.num_blocks if self.group.kind == VALUE.name else num_units
+            self.counts = {query: 1, key: 1, value: num_heads}
 
     def refine(self, keep: Tensor, weight: Tensor) -> Refined:
-        """Run Algorithm 4 on the kept units, from their least-squares solution.
-
-        :param keep: sorted kept units
-        :param weight: the consumer's re-solved weight on them, bias last
-        """
-        weights = [*self._read_producers(keep), weight.float()]
+        """Run Algorithm 4 on the sorted kept units, from the consumer's least-squares solution on them."""
+        weights = self._split(self._read_producers(keep), weight.float())
         for visit in self.module.visit_batches():
             self._start(visit, weights)
         objective: list[float] = []
         for step in tqdm(range(self.settings.steps + 1), desc=f"ADMM {self.group.name}"):
             weights, total = self._step(weights, weights, move=step > 0)
             objective.append(total)
-        left = iter(weights)
-        producers = {name: torch.cat([next(left) for _ in range(count)]) for name, count in self.parts.items()}
-        return Refined(producers, next(left), objective)
+        return Refined(self._join(weights), weights[-1], objective)
 
     def score(self, scores: Tensor, num_keep: int) -> Tensor:
-        """Return Lemma 1's score of every unit after ``steps`` outer steps of Algorithm 1.
+        """Return Lemma 1's score of every unit after ``steps`` outer steps of Algorithm 1, shape [units], float64.
 
         In each step, the ``num_keep`` units of highest score so far form the mask, the masked dense weights update the
         per-token variables, and a regression of those on the inputs gives the current weights that Lemma 1 compares with the
@@ -99,161 +75,121 @@ class ADMMRun:
         (R4), and dense and current inputs of the module are the same, as its layer receives them now.
 
         :param scores: scores that form the first mask, shape [units]
-        :param num_keep: units of the mask, a multiple of the group's blocks
-        :return: shape [units], float64
         """
         group, num_units = self.group, self.group.num_units
         output = append_bias(*read_weight(find_linear(self.module.layer, group.consumer))).float()
-        dense = self._read_producers(torch.arange(num_units))
-        cut = [name in group.producers for name, count in self.parts.items() for _ in range(count)]
-        current, size = dense, dense[0].shape[1]
-        gram = torch.zeros(size, size, dtype=torch.float64, device=output.device)
+        dense = current = self._read_producers(torch.arange(num_units))
+        gram = torch.zeros((), dtype=torch.float64, device=output.device)
         for visit in self.module.visit_batches():
-            self._start(visit, [*dense, output])
-            inputs = torch.nn.functional.pad(pick_tokens(visit, self.context).inputs, (0, 1), value=1.0).double()
-            gram.addmm_(inputs.T, inputs)
+            self._start(visit, self._split(dense, output))
+            inputs = torch.nn.functional.pad(self._pick_tokens(visit).inputs, (0, 1), value=1.0).double()
+            gram = torch.addmm(gram, inputs.T, inputs)
         for _ in range(self.settings.steps - 1):
             keep = keep_last(order_units(scores, group.num_blocks), num_units, num_keep)
-            kept = torch.zeros(num_units, dtype=torch.bool, device=output.device).index_fill(0, keep, True)
-            masked = [
-                torch.where(kept.repeat_interleave(len(weight) // num_units)[:, None], weight, 0) if is_cut else weight
-                for weight, is_cut in zip(dense, cut, strict=True)
-            ]
-            columns = torch.cat([kept.repeat_interleave(group.columns_per_unit), kept.new_ones(1)])
-            solved, _ = self._step([*masked, torch.where(columns, output, 0)], [*current, output])
-            current = solved[:-1]
-            old, new = (
-                torch.cat([weight.view(num_units, -1, size) for weight in compress(weights, cut)], 1)
-                for weights in (dense, current)
-            )
-            scores = score_closed_form(old, new, gram)
+            masked = dict(dense)
+            for name in group.producers:
+                rows = group.find_kept_rows(name, keep).to(output.device)
+                masked[name] = torch.zeros_like(dense[name]).index_copy_(0, rows, dense[name][rows])
+            columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+            masked_output = torch.zeros_like(output).index_copy_(1, columns, output[:, columns])
+            solved, _ = self._step(self._split(masked, masked_output), self._split(current, output))
+            current = self._join(solved)
+            scores = score_closed_form(self._list_unit_rows(dense), self._list_unit_rows(current), gram)
         return scores if self.settings.steps > 1 else torch.ones_like(scores)
 
-    def _read_producers(self, keep: Tensor) -> list[Tensor]:
-        """Return the producers' kept rows, or all if the group does not cut them, bias last, float32; a fused gate and up split."""
-        weights: list[Tensor] = []
-        for name, count in self.parts.items():
-            weight = append_bias(*read_weight(find_linear(self.module.layer, name))).float()
+    def _read_producers(self, keep: Tensor) -> dict[str, Tensor]:
+        """Return the weights of the producers, bias last, float32: kept rows, or all where the group does not cut one."""
+        weights = {}
+        for name in self.counts:
+            weights[name] = append_bias(*read_weight(find_linear(self.module.layer, name))).float()
             if name in self.group.producers:
-                weight = weight[self.group.find_kept_rows(name, keep).to(weight.device)]
-            weights += weight.chunk(count)
+                weights[name] = weights[name][self.group.find_kept_rows(name, keep).to(weights[name].device)]
         return weights
 
-    def _start(self, visit: Visit, weights: Weights) -> None:
-        """Add a batch, with variables computed from the weights."""
-        for sample, variables in self.begin(visit, weights):
-            self.states.append((_move(sample, None, self.context), _move(variables, None, self.context)))
-
-    def _step(self, weights: Weights, pull: Weights, move: bool = True) -> tuple[list[Tensor], float]:
-        """Update all variables, then regress the weights on them, pulled towards ``pull``; return weights and objective.
-
-        :param move: False only measures the objective
-        """
-        device, total = weights[-1].device, 0.0
-        moments = make_ridge_moments(self.list_regressed(weights))
-        for index, (parked, before) in enumerate(self.states):
-            sample = _move(parked, device, self.context)
-            variables, value = self.visit(sample, _move(before, device, self.context), weights, moments, move)
-            total += value
-            if move:
-                self.states[index] = parked, _move(variables, None, self.context)
-        solved = [weight.float() for weight in self.solve(moments, pull)] if move else list(weights)
-        return solved, self.measure(moments, solved, total)
-
-    def solve(self, moments: list[SecondMoments], pull: Weights) -> Weights:
-        """Return the weights of the regressions on the variables."""
-        return solve_ridge(moments, pull, self.damping, self.module.has_bias, [self.group.name] * len(pull))
-
-    def list_regressed(self, weights: Weights) -> Weights:
+    def _split(self, producers: Mapping[str, Tensor], consumer: Tensor) -> list[Tensor]:
         """Return one weight per regression."""
-        return weights
+        return [*(part for name, count in self.counts.items() for part in producers[name].chunk(count)), consumer]
 
-    def measure(self, moments: list[SecondMoments], weights: Weights, total: float) -> float:
-        """Return the objective from the sum of the samples' parts."""
-        return total
+    def _join(self, weights: Parts) -> dict[str, Tensor]:
+        """Return the weights of the producers."""
+        left = iter(weights)
+        return {name: torch.cat([next(left) for _ in range(count)]) for name, count in self.counts.items()}
 
-    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[Any, Variables]]:
-        """Yield a batch's samples, each with the variables computed from the weights."""
-        raise NotImplementedError
+    def _list_unit_rows(self, producers: Mapping[str, Tensor]) -> Tensor:
+        """Return the producers' rows of every unit, shape [units, rows per unit, d + 1]."""
+        cut = [part for name, parts in self.group.producers.items() for part in producers[name].chunk(len(parts))]
+        return torch.cat([part.view(self.group.num_units, -1, part.shape[1]) for part in cut], 1)
 
-    def visit(
-        self, sample: Any, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
-    ) -> tuple[Variables, float]:
-        """Update one sample's variables and add them to the moments; return them and the sample's part of the objective."""
-        raise NotImplementedError
+    def _start(self, visit: Visit, weights: Parts) -> None:
+        """Add a batch, with variables computed from the weights."""
+        for sample in self._list_samples(visit):
+            if isinstance(sample, AttentionSample):
+                method = self.settings.attention_method
+                variables = admm_attention.initialize_attention_variables(sample, weights, method)
+            else:
+                variables = admm_ffn.initialize_ffn_variables(sample.inputs, weights)
+            self.states.append((self._park(sample), self._park(variables)))
 
+    def _park(self, tensors: Parts) -> tuple[Tensor, ...]:
+        return tuple(self.context.park(tensor, "variables") for tensor in tensors)
 
-class FFNRun(ADMMRun):
-    """ADMM on one FFN."""
+    def _pick_tokens(self, visit: Visit) -> Sample:
+        """Return the tokens without padding, in float32."""
+        device = visit.source.device
+        tokens = slice(None) if visit.call.tokens is None else self.context.to_device(visit.call.tokens, device)
+        return Sample(visit.source[tokens].float(), visit.target[tokens])
 
-    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
-        super().__init__(module, settings, damping, {n: len(parts) for n, parts in module.group.producers.items()})
-
-    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[Sample, Variables]]:
-        sample = pick_tokens(visit, self.context)
-        yield sample, initialize_ffn_variables(sample.inputs, weights[:-1])
-
-    def visit(
-        self, sample: Sample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
-    ) -> tuple[Variables, float]:
-        if move:
-            variables = update_ffn_variables(variables, sample, weights, self.settings.alpha, self.settings.beta)
-        return variables, accumulate_ffn_moments(moments, variables, sample)
-
-    def measure(self, moments: list[SecondMoments], weights: Weights, total: float) -> float:
-        return measure_ffn_objective(moments, weights, total, self.settings.alpha, self.settings.beta)
-
-
-class AttentionRun(ADMMRun):
-    """ADMM on one attention module; its objective is measured before the weights are solved."""
-
-    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float):
-        names = (*module.group.query_key, list(module.group.producers)[-1])
-        super().__init__(module, settings, damping, dict.fromkeys(names, 1))
-
-    def begin(self, visit: Visit, weights: Weights) -> Iterator[tuple[AttentionSample, Variables]]:
+    def _list_samples(self, visit: Visit) -> Iterator[Sample | AttentionSample]:
+        """Yield a batch's tokens, for attention sequence by sequence."""
+        if self.group.unit.is_ffn:
+            yield self._pick_tokens(visit)
+            return
         batch, length = visit.call.batch_shape
-        source = self.context.to_host(visit.source.float()).view(batch, length, -1)
-        target = self.context.to_host(visit.target).view(batch, length, -1)
+        source, target = visit.source.float().view(batch, length, -1), visit.target.view(batch, length, -1)
+        lowest = torch.finfo(source.dtype).min
+        valid = visit.call.mark_tokens().view(batch, length, 1).to(source.device)
         mask = visit.call.arguments.get("attention_mask")
-        valid = visit.call.mark_tokens().view(batch, length)
-        causal = torch.full((length, length), float("-inf")).triu(1)
+        causal = torch.full((length, length), lowest, device=source.device).triu(1)
         for row in range(batch):
             own = causal
             if mask is not None:  # true where a token is read, or a number that is added
                 own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
-                own = torch.finfo(own.dtype).min * (1 - own) if mask.dtype is torch.bool else own
-            on_host = AttentionSample(source[row], target[row], own, valid[row])
-            sample = _move(on_host, weights[-1].device, self.context)
-            yield on_host, initialize_attention_variables(sample, self._join(weights), self.settings.attention_method)
+                own = lowest * (1 - own) if mask.dtype is torch.bool else own
+            yield AttentionSample(source[row], target[row], own.masked_fill(~valid[row], lowest))
 
-    def visit(
-        self, sample: AttentionSample, variables: Variables, weights: Weights, moments: list[SecondMoments], move: bool
-    ) -> tuple[Variables, float]:
-        joined, settings, maps = self._join(weights), self.settings, None
+    def _step(self, weights: Parts, pull: Parts, move: bool = True) -> tuple[list[Tensor], float]:
+        """Update all variables, regress the weights on them, pulled towards ``pull``; return these and the objective.
+
+        :param move: False only measures the objective
+        """
+        settings, total, device = self.settings, 0.0, weights[-1].device
+        moments = [make_moments(weight) for weight in weights]
+        for index, parked in enumerate(self.states):
+            sample, variables = (tuple(self.context.to_device(part, device) for part in parts) for parts in parked)
+            if self.group.unit.is_ffn:
+                tokens = Sample(*sample)
+                if move:
+                    variables = admm_ffn.update_ffn_variables(variables, tokens, weights, settings)
+                total += settings.beta * admm_ffn.accumulate_ffn_moments(moments, variables, tokens)
+            else:
+                sequence, maps = AttentionSample(*sample), None
+                if move:
+                    variables, maps = admm_attention.update_attention_variables(sequence, variables, weights, settings)
+                total += admm_attention.accumulate_attention_moments(
+                    moments, sequence, variables, maps, weights, settings, max(self.damping, 1e-6)
+                )
+            if move:
+                self.states[index] = parked[0], self._park(variables)
         if move:
-            variables, maps = update_attention_variables(sample, variables, joined, settings)
-            accumulate_attention_moments(moments, sample, variables, maps, joined, max(self.damping, 1e-6))
-        terms = measure_attention_objective(sample, variables, joined, settings.alpha, settings.beta, maps)
-        return variables, sum(terms.values())
-
-    def list_regressed(self, weights: Weights) -> Weights:
-        return self._join(weights).list_regressed()
-
-    def solve(self, moments: list[SecondMoments], pull: Weights) -> Weights:
-        solved = solve_attention_weights(moments, self._join(pull), self.damping, self.module.has_bias, self.group.name)
-        return [solved.query, solved.key, solved.value, solved.output]
-
-    def _join(self, weights: Weights) -> AttentionWeights:
-        query, key, value, output = weights
-        group = self.group
-        num_heads = group.num_blocks if group.kind == VALUE.name else (output.shape[1] - 1) // group.columns_per_unit
-        return AttentionWeights(query, key, value, output, num_heads)
-
-
-def make_run(module: ModuleView, settings: ADMMSettings, damping: float) -> ADMMRun:
-    """Return the ADMM run of an FFN or attention module; parameters as in :class:`ADMMRun`."""
-    return (FFNRun if module.group.unit.is_ffn else AttentionRun)(module, settings, damping)
+            names = [*(name for name, count in self.counts.items() for _ in range(count)), self.group.consumer]
+            names = [f"{self.group.layer_name}.{name}" for name in names]
+            solved = admm_ffn.solve_ridge(moments, pull, self.damping, self.module.has_bias, names)
+            weights = [weight.float() for weight in solved]
+        errors = [float(measure_error(part, weight.double())) for part, weight in zip(moments, weights, strict=True)]
+        from_logits = (
+            not self.group.unit.is_ffn and settings.attention_method == 1
+        )  # queries and keys, whose errors do not count
+        return list(weights), total + settings.alpha * sum(errors[2 * from_logits :])
 
 
 @WEIGHT_UPDATES.register
@@ -267,19 +203,11 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
         return (group.unit.is_ffn and not group.experts) or bool(group.query_key)
 
     def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
-        return make_run(module, self, dampening_frac).refine(keep, weight)
+        return ADMMRun(module, self, dampening_frac, len(keep)).refine(keep, weight)
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        _check_ffn(model, "weight_update: admm", prune_ffn)
-        if attention_unit == "none" or _has_plain_attention(model):
-            return
-        for name in _ON_ATTENTION:
-            if (value := getattr(self, name)) != ADMMSettings.model_fields[name].default:
-                raise ValueError(
-                    f"`weight_update.{name}={value!r}` has no effect with rotary positions, where attention is re-solved by least "
-                    "squares. Remove it."
-                )
-        logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
+        if not _check_model(model, "weight_update: admm", prune_ffn) and attention_unit != "none":
+            logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
 
 @IMPORTANCES.register
@@ -308,73 +236,44 @@ class ClosedForm(ADMMSettings, Importance):
             return torch.ones_like(first)
         share = min(problem.sparsity, self.max_sparsity)
         num_keep = max(round(group.num_units * (1 - share) / group.num_blocks), 1) * group.num_blocks
-        return make_run(problem.module, self, problem.dampening_frac).score(first, num_keep)
+        return ADMMRun(problem.module, self, problem.dampening_frac, group.num_units).score(first, num_keep)
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        _check_ffn(model, "importance: closed_form", prune_ffn)
-        if attention_unit != "none" and not _has_plain_attention(model):
+        if not _check_model(model, "importance: closed_form", prune_ffn) and attention_unit != "none":
             raise ValueError(
                 "importance: closed_form must have attention without rotary positions, got "
                 f"{model.config.model_type!r}. Set `attention_unit: none`, or `importance: obs`."
             )
 
 
-def _check_ffn(model: PreTrainedModel, what: str, prune_ffn: bool) -> None:
-    """Raise for an FFN without derived sub-steps, and for several processes.
+def _check_model(model: PreTrainedModel, what: str, prune_ffn: bool) -> bool:
+    """Return whether no layer encodes positions between queries and keys.
 
-    :param what: the setting that asks for ADMM
-    :raises ValueError: the FFN is neither ReLU nor SiLU-gated; several processes
+    :raises ValueError: an FFN to prune is neither ReLU nor SiLU-gated; several processes
     """
     check_one_process(what, "Its variables are per token. Set `weight_update: least_squares` and `importance: obs`.")
-    ffns = [ffn for kind in find_structure(model).kinds for ffn in kind.ffns] if prune_ffn else []
-    for ffn in ffns:
+    kinds = find_structure(model).kinds
+    for ffn in (ffn for kind in kinds for ffn in kind.ffns if prune_ffn):
         if ffn.activation != ("silu" if ffn.gated else "relu"):
             raise ValueError(
-                "weight_update: admm and importance: closed_form must have a ReLU or a SiLU-gated FFN, got "
-                f"{'gated ' if ffn.gated else ''}{ffn.activation or 'another'!r}. Set `weight_update: least_squares` and "
-                "`importance: obs`."
+                f"{what} must have a ReLU or a SiLU-gated FFN, got {'gated ' if ffn.gated else ''}"
+                f"{ffn.activation or 'another'!r}. Set `weight_update: least_squares` and `importance: obs`."
             )
-
-
-def _has_plain_attention(model: PreTrainedModel) -> bool:
-    """Return whether no layer encodes positions between queries and keys."""
-    kinds = find_structure(model).kinds
     return all(kind.attention.is_plain for kind in kinds if kind.attention)
-
-
-def pick_tokens(visit: Visit, context: DeviceContext) -> Sample:
-    """Return the tokens without padding, inputs in float32."""
-    tokens = slice(None) if visit.call.tokens is None else context.to_device(visit.call.tokens, visit.source.device)
-    return Sample(visit.source[tokens].float(), visit.target[tokens])
-
-
-def _move(holder: _Movable, device: torch.device | None, context: DeviceContext) -> _Movable:
-    """Return a dataclass with all its tensors on a device, or on the host where None."""
-
-    def send(part: Any) -> Any:
-        if isinstance(part, tuple):
-            return tuple(map(send, part))
-        if not isinstance(part, Tensor):
-            return part
-        return context.park(part, "variables") if device is None else context.to_device(part, device)
-
-    return replace(holder, **{f.name: send(getattr(holder, f.name)) for f in fields(holder)})
 
 
 def score_closed_form(dense: Tensor, current: Tensor, gram: Tensor) -> Tensor:
     """Return Lemma 1's score of every unit: the least-squares optimal scalar gate of its rows.
 
     ``s_u = sum (c b + d z_pre) / sum (c^2 + d^2)`` over tokens and the unit's rows, with ``b = W a`` (current weights) and
-    ``c = d = z_pre = W^ a`` (dense weights).
+    ``c = d = z_pre = W^ a`` (dense weights, whose inputs are the same here). It is exactly 1 where nothing has changed yet (R4).
     Source: paper, Lemma 1 and Algorithm 1; d and z_pre of the same layer (R2), sums over tokens in numerator and
-    denominator (R3). Dense and current inputs a are the same here, see :meth:`ADMMRun.score`.
+    denominator (R3).
 
-    :param dense: W^, shape [units, rows per unit, n + 1], bias last
-    :param current: W, the same shape
+    :param dense: W^, shape [units, rows per unit, n + 1], bias last; ``current`` has W
     :param gram: ``sum a a^T`` over tokens, bias row included, shape [n + 1, n + 1], float64
-    :return: shape [units], float64; exactly 1 where nothing has changed yet (R4)
+    :return: shape [units], float64
     """
     dense, current = dense.double(), current.double()
-    projected = dense @ gram.double()
-    own, other = ((projected * weight).sum(2).sum(1) for weight in (dense, current))
+    own, other = ((dense @ gram * weight).sum((1, 2)) for weight in (dense, current))
     return (other + own) / (own + own).clamp(min=1e-300)

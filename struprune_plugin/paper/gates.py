@@ -29,17 +29,14 @@ class L0Gates(Importance):
 
 
 def score_l0(damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float) -> Tensor:
-    """Return the log-odds of hard-concrete gates, one per unit, learned on the reconstruction error.
+    """Return the log-odds of hard-concrete gates, one per unit, learned on the reconstruction error, shape [units], float64.
 
     Minimises ``E_g ||Y - W diag(g) P||^2 / tr(Y Y^T) + 10 (E(share open) - retention)^2`` by Adam, with eight draws of the
-    gates per step. The error of any gates is a quadratic form in them, computed from the moments without a pass over data.
+    gates per step.
     Source: paper, table "Other structured methods" (Louizos et al. 2018, Eq. 10 to 12).
 
-    :param damped: from :func:`~struprune_plugin.linalg.solve.damp_moments`
     :param weight: shape [d, n + 1], float64, bias last
     :param unit_columns: shape [units, columns_per_unit], int64
-    :param retention: wanted share of open gates
-    :return: shape [units], float64
     """
     quadratic, linear = _gate_quadratic(damped, weight, unit_columns)
     energy = damped.target_energy.clamp(min=1e-300)

@@ -14,7 +14,7 @@ def make_case(tokens=50, n=7, d=3, seed=0):
 
 
 def gather(inputs, targets, splits):
-    moments = make_moments(inputs.shape[1], targets.shape[1], "cpu", torch.float64)
+    moments = make_moments(torch.empty(targets.shape[1], inputs.shape[1] + 1, dtype=torch.float64))
     for x, y in zip(inputs.split(splits), targets.split(splits), strict=True):
         accumulate_moments(moments, x, y)
     return moments

@@ -25,7 +25,8 @@ SAMPLES = 12  # of which a quarter is tried
 def test_nested_weights_are_those_of_a_solve_for_every_number_kept(width):
     generator = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randn(90, n, generator=generator, dtype=torch.float64) for n in (12, 5))
-    moments, weight = make_moments(12, 5, "cpu", torch.float64), torch.randn(5, 13, generator=generator).double()
+    weight = torch.randn(5, 13, generator=generator).double()
+    moments = make_moments(weight)
     accumulate_moments(moments, inputs, targets)
     damped = damp_moments(moments, weight, 0.01)
     order = torch.randperm(12 // width, generator=generator)

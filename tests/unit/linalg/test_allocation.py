@@ -15,13 +15,13 @@ from struprune_plugin.linalg.rounding import (
     round_kept_counts,
     round_uniform_counts,
 )
-from struprune_plugin.paper.softmax_rules import (
+from struprune_plugin.paper.paper_rules import (
+    allocate_global_threshold,
     allocate_softmax,
     allocate_softmax_as_printed,
     allocate_softmax_inverse_as_printed,
     search_temperature,
 )
-from struprune_plugin.paper.threshold_rule import allocate_global_threshold
 
 
 def make_groups(layers=4, heads=8, channels=64, head_cost=2000, channel_cost=129, multiple=1):

@@ -158,10 +158,6 @@ def test_the_host_s_own_oneshot_refuses_too(opt):
         )
 
 
-def test_rotary_attention_has_no_use_for_admm_s_attention(save_family):
-    fields = {"sparsity": 0.3, "weight_update": {"method": "admm", "attention_method": 1}}
-    with pytest.raises(ValueError, match=r"`weight_update\.attention_method=1` has no effect with rotary positions"):
-        run_oneshot(str(save_family("llama")), **fields)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import copy
 import functools
 import itertools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
-from struprune_plugin.paper.snip import SNIP, check_gradient_memory
+from struprune_plugin.paper.snip import SNIP
 
 CLOSED_FORM = {"method": "closed_form", "steps": 2, "inner_steps": 2}  # fewer than the default's
 
@@ -216,12 +215,6 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_snip_refuses_a_model_too_large_for_the_memory(monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(ValueError, match=r"snip must hold the whole .* about 0\.\d GB, got 0\.0 GB free.*obs or wanda"):
-        check_gradient_memory(make_opt(), [{"input_ids": torch.zeros(4, 32)}])
-
-
 def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):
     allocation = "softmax_inverse"
     fields = {"sparsity": 0.3, "allocation": {"rule": allocation, "temperature": [0.5, 4.0]}, "sensitivity": "fisher"}
@@ -375,7 +368,7 @@ def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, me
 
 def test_admm_refuses_other_activations(tmp_path):
     folder = save_opt(tmp_path / "m", activation_function="gelu")
-    with pytest.raises(ValueError, match=r"admm and .* must have a ReLU or a SiLU-gated FFN, got 'gelu'"):
+    with pytest.raises(ValueError, match=r"weight_update: admm must have a ReLU or a SiLU-gated FFN, got 'gelu'"):
         run_oneshot(str(folder), sparsity=0.3, weight_update="admm")
 
 

@@ -4,15 +4,14 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from struprune_plugin.linalg.second_moments import make_moments, measure_error
 from struprune_plugin.paper.admm_ffn import (
+    ADMMSettings,
     Sample,
-    Variables,
     accumulate_ffn_moments,
     activate,
     apply_linear,
     initialize_ffn_variables,
-    make_ridge_moments,
-    measure_ffn_objective,
     solve_ridge,
     update_activations,
     update_ffn_variables,
@@ -34,9 +33,10 @@ def make_ffn(seed, num_first, tokens=30, d=4, k=5, out=3):
 
 def _naive_objective(variables, x, y, first, second, alpha, beta):
     """Algorithm 4's Lagrangian, term by term."""
-    fit = (y - apply_linear(variables.activations, second)).square().sum()
-    coupling = (variables.activations - activate(variables.preactivations)).square().sum()
-    linear = sum((z - apply_linear(x, w)).square().sum() for z, w in zip(variables.preactivations, first, strict=True))
+    p, *preactivations = variables
+    fit = (y - apply_linear(p, second)).square().sum()
+    coupling = (p - activate(preactivations)).square().sum()
+    linear = sum((z - apply_linear(x, w)).square().sum() for z, w in zip(preactivations, first, strict=True))
     return (alpha * fit + beta * coupling + alpha * linear).item()
 
 
@@ -44,18 +44,22 @@ def _naive_objective(variables, x, y, first, second, alpha, beta):
 @given(seed=st.integers(0, 500), num_first=st.sampled_from([1, 2]), alpha=PENALTIES, beta=PENALTIES)
 def test_every_sub_step_does_not_increase_the_objective(seed, num_first, alpha, beta):
     x, y, first, second = make_ffn(seed, num_first)
-    variables = initialize_ffn_variables(x, first)
-    value = _naive_objective(variables, x, y, first, second, alpha, beta)
+    variables = initialize_ffn_variables(x, [*first, second])
+    value, settings = (
+        _naive_objective(variables, x, y, first, second, alpha, beta),
+        ADMMSettings(alpha=alpha, beta=beta),
+    )
     for _ in range(3):
-        p = update_activations(activate(variables.preactivations), y, second, alpha, beta)
-        after_p = _naive_objective(Variables(p, variables.preactivations), x, y, first, second, alpha, beta)
+        p = update_activations(activate(variables[1:]), y, second, alpha, beta)
+        after_p = _naive_objective((p, *variables[1:]), x, y, first, second, alpha, beta)
         assert after_p <= value * (1 + 1e-10)
-        variables = update_ffn_variables(variables, Sample(x, y), [*first, second], alpha, beta)
+        variables = update_ffn_variables(variables, Sample(x, y), [*first, second], settings)
         after_z = _naive_objective(variables, x, y, first, second, alpha, beta)
         assert after_z <= after_p * (1 + 1e-10)
-        moments = make_ridge_moments([*first, second])
+        moments = [make_moments(weight) for weight in (*first, second)]
         coupling = accumulate_ffn_moments(moments, variables, Sample(x, y))
-        measured = measure_ffn_objective(moments, [*first, second], coupling, alpha, beta)
+        fits = sum(measure_error(part, w).item() for part, w in zip(moments, [*first, second], strict=True))
+        measured = alpha * fits + beta * coupling
         assert measured == pytest.approx(after_z, rel=1e-8, abs=1e-8)
         *first, second = solve_ridge(moments, [*first, second], 0.01, True, ["fc"] * (num_first + 1))
         value = _naive_objective(variables, x, y, first, second, alpha, beta)

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import math
 
@@ -8,18 +7,16 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg.second_moments import SecondMoments, measure_error
+from struprune_plugin.linalg.second_moments import make_moments, measure_error
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.paper.admm_attention import (
     AttentionSample,
-    AttentionWeights,
     accumulate_attention_moments,
     initialize_attention_variables,
-    measure_attention_objective,
-    solve_attention_weights,
+    make_maps,
     update_attention_variables,
 )
-from struprune_plugin.paper.admm_ffn import ADMMSettings, Variables, make_ridge_moments
+from struprune_plugin.paper.admm_ffn import ADMMSettings, solve_ridge
 
 F64 = torch.float64
 HEADS = 2
@@ -39,24 +36,16 @@ def make_mask(tokens):
     return torch.full((tokens, tokens), -torch.inf, dtype=F64).triu(1)
 
 
-def all_of(tokens):
-    return torch.ones(tokens, dtype=torch.bool)
-
-
-def make_weights(seed=0, d=5, dh=3, dv=2, d_out=4, has_bias=True):
+def make_weights(seed=0, d=5, dh=3, dv=2, d_out=4):
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((HEADS * dh, d + 1), (HEADS * dh, d + 1), (HEADS * dv, d + 1), (d_out, HEADS * dv + 1))
-    weights = [torch.randn(*shape, generator=generator, dtype=F64) for shape in shapes]
-    if not has_bias:
-        for weight in weights:
-            weight[:, -1] = 0
-    return AttentionWeights(*weights, num_heads=HEADS)
+    shapes = (*[(HEADS * dh, d + 1)] * 2, *[(dv, d + 1)] * HEADS, (d_out, HEADS * dv + 1))
+    return [torch.randn(*shape, generator=generator, dtype=F64) for shape in shapes]
 
 
 def make_sample(seed=0, tokens=7, d=5, d_out=4):
     generator = torch.Generator().manual_seed(seed + 1)
     inputs, targets = (torch.randn(tokens, n, generator=generator, dtype=F64) for n in (d, d_out))
-    return AttentionSample(inputs, targets, make_mask(tokens), all_of(tokens))
+    return AttentionSample(inputs, targets, make_mask(tokens))
 
 
 def make_settings(ratio=(1.0, 1.0), learning_rate=0.05):
@@ -65,12 +54,7 @@ def make_settings(ratio=(1.0, 1.0), learning_rate=0.05):
 
 def disturb(weights, seed, size=0.3):
     generator = torch.Generator().manual_seed(seed + 2)
-
-    def add(weight):
-        return weight + size * torch.randn(weight.shape, generator=generator, dtype=F64)
-
-    names = ("query", "key", "value", "output")
-    return dataclasses.replace(weights, **{name: add(getattr(weights, name)) for name in names})
+    return [weight + size * torch.randn(weight.shape, generator=generator, dtype=F64) for weight in weights]
 
 
 def make_problem(seed, tokens, d, dh, dv, method):
@@ -89,12 +73,11 @@ def project(inputs, weight):
 
 
 def values_of(sample, weights):
-    return heads_of(project(sample.inputs, weights.value))
+    return torch.stack([project(sample.inputs, weight) for weight in weights[2:-1]])
 
 
 def _naive_maps(query, key):
-    """Row by row: softmax over the keys up to the query, zero beyond. Queries and keys [T, H * dh]."""
-    query, key = heads_of(query), heads_of(key)
+    """Row by row: softmax over the keys up to the query, zero beyond. Queries and keys [H, T, dh]."""
     maps = torch.zeros(HEADS, len(query[0]), len(query[0]), dtype=F64)
     for h in range(HEADS):
         for t in range(len(query[0])):
@@ -107,43 +90,42 @@ def _naive_blend(maps, values):
     return torch.cat([a @ v for a, v in zip(maps, values, strict=True)], 1)
 
 
-def _naive_attention(inputs, weights):
-    maps = _naive_maps(project(inputs, weights.query), project(inputs, weights.key))
-    return project(_naive_blend(maps, heads_of(project(inputs, weights.value))), weights.output)
+def query_key_of(sample, weights):
+    return [heads_of(project(sample.inputs, weight)) for weight in weights[:2]]
+
+
+def _naive_attention(sample, weights):
+    maps = _naive_maps(*query_key_of(sample, weights))
+    return project(_naive_blend(maps, values_of(sample, weights)), weights[-1])
 
 
 def _naive_soft(logits):
     return torch.softmax(logits + make_mask(logits.shape[-1]), -1)
 
 
-def tensors_of(variables):
-    return [variables.activations, *variables.preactivations]
-
-
 def soft_of(variables):
-    if len(variables.preactivations) == 1:
-        return _naive_soft(variables.preactivations[0])
-    return _naive_maps(*variables.preactivations)
+    _, *logits = variables
+    return _naive_soft(logits[0]) if len(logits) == 1 else _naive_maps(*logits)
 
 
 def _naive_product(sample, weights):
-    query, key = (heads_of(project(sample.inputs, w)) for w in (weights.query, weights.key))
+    query, key = query_key_of(sample, weights)
     return query @ key.mT / math.sqrt(query.shape[-1])
 
 
 def _naive_terms(sample, variables, weights, alpha, beta, maps):
     """struprune.tex, "Method 1" and "Method 2" (R13), term by term."""
+    mixed, *logits = variables
     blend = _naive_blend(maps, values_of(sample, weights))
     terms = {
-        "output": alpha * (sample.targets - project(variables.activations, weights.output)).square().sum().item(),
-        "mixed": alpha * (variables.activations - blend).square().sum().item(),
+        "output": alpha * (sample.targets - project(mixed, weights[-1])).square().sum().item(),
+        "mixed": alpha * (mixed - blend).square().sum().item(),
         "maps": beta * (maps - soft_of(variables)).square().sum().item(),
     }
-    if len(variables.preactivations) == 1:
-        residual = (variables.preactivations[0] - _naive_product(sample, weights)).tril()
+    if len(logits) == 1:
+        residual = (logits[0] - _naive_product(sample, weights)).tril()
         return terms | {"logits": alpha * residual.square().sum().item()}
-    means = [project(sample.inputs, w) for w in (weights.query, weights.key)]
-    for name, z, mean in zip(("query", "key"), variables.preactivations, means, strict=True):
+    for name, z, mean in zip(("query", "key"), logits, query_key_of(sample, weights), strict=True):
         terms[name] = alpha * (z - mean).square().sum().item()
     return terms
 
@@ -156,11 +138,12 @@ def not_above(after, before):
     return after <= before * (1 + 1e-12) + 1e-20
 
 
-def gather(samples, variables, maps, weights, **kwargs):
-    moments = make_ridge_moments(weights.list_regressed())
+def gather(samples, variables, maps, weights, settings=None, **kwargs):
+    """Moments of several sequences, and the terms of the objective that they lack."""
+    moments, rest = [make_moments(weight) for weight in weights], 0.0
     for sample, v, a in zip(samples, variables, maps, strict=True):
-        accumulate_attention_moments(moments, sample, v, a, weights, **kwargs)
-    return moments
+        rest += accumulate_attention_moments(moments, sample, v, a, weights, settings or make_settings(), **kwargs)
+    return moments, rest
 
 
 def assert_same_moments(left, right, **tolerance):
@@ -170,26 +153,27 @@ def assert_same_moments(left, right, **tolerance):
 
 
 @examples(20)
-@given(**problems, method=st.sampled_from([1, 2]))
+@given(**problems, method=methods)
 def test_initialize_attention_variables_coupling_terms_are_zero_and_output_is_the_naive_error(
     seed, tokens, d, dh, dv, method
 ):
     weights, sample = make_weights(seed, d, dh, dv), make_sample(seed, tokens, d)
     variables = initialize_attention_variables(sample, weights, method)
-    objective = measure_attention_objective(sample, variables, weights, 2.0, 3.0)
-    assert sum(objective.values()) - objective["output"] < 1e-20
-    naive = (sample.targets - _naive_attention(sample.inputs, weights)).square().sum().item()
-    assert objective["output"] == pytest.approx(2 * naive, rel=1e-10)
+    terms = _naive_terms(sample, variables, weights, 2.0, 3.0, make_maps(sample, variables))
+    assert sum(terms.values()) - terms["output"] < 1e-20
+    naive = (sample.targets - _naive_attention(sample, weights)).square().sum().item()
+    assert terms["output"] == pytest.approx(2 * naive, rel=1e-10)
 
 
 @examples(20)
-@given(**problems, ratio=ratios, method=st.sampled_from([1, 2]))
-def test_measure_attention_objective_equals_naive_terms(seed, tokens, d, dh, dv, ratio, method):
+@given(**problems, ratio=ratios, method=methods)
+def test_moments_and_the_rest_make_up_the_objective(seed, tokens, d, dh, dv, ratio, method):
     sample, variables, weights = make_problem(seed, tokens, d, dh, dv, method)
     maps = torch.rand(HEADS, tokens, tokens, dtype=F64, generator=torch.Generator().manual_seed(seed)).tril()
-    measured = measure_attention_objective(sample, variables, weights, *ratio, maps)
-    naive = _naive_terms(sample, variables, weights, *ratio, maps)
-    assert measured == pytest.approx(naive, rel=1e-10)
+    moments, rest = gather([sample], [variables], [maps], weights, make_settings(ratio))
+    pairs = list(zip(moments, weights, strict=True))[0 if method == 2 else 2 :]
+    measured = ratio[0] * sum(measure_error(total, weight).item() for total, weight in pairs) + rest
+    assert measured == pytest.approx(_naive_total(sample, variables, weights, *ratio, maps), rel=1e-10)
 
 
 @examples(40)
@@ -202,7 +186,7 @@ def test_update_attention_variables_no_sub_step_raises_its_objective(
     stages = [  # the variables after the a-step, the mixed-step and the z-step
         (before, soft_of(before)),
         (before, maps),
-        (dataclasses.replace(before, activations=after.activations), maps),
+        ((after[0], *before[1:]), maps),
         (after, maps),
     ]
     totals = [_naive_total(sample, v, weights, *ratio, a) for v, a in stages]
@@ -215,8 +199,8 @@ def test_update_attention_variables_no_sub_step_raises_its_objective(
 def test_update_attention_variables_maps_equal_least_squares_per_row(seed, tokens, d, dh, dv, ratio):
     """min over the seen entries of alpha ||mixed_t - a_t V||^2 + beta ||a_t - s_t||^2, stacked as one lstsq."""
     sample, before, weights = make_problem(seed, tokens, d, dh, dv, 2)
-    _, maps = update_attention_variables(sample, before, weights, make_settings(ratio, True))
-    values, soft, mixed = values_of(sample, weights), soft_of(before), heads_of(before.activations)
+    _, maps = update_attention_variables(sample, before, weights, make_settings(ratio))
+    values, soft, mixed = values_of(sample, weights), soft_of(before), heads_of(before[0])
     a, b = (math.sqrt(r) for r in ratio)
     for h in range(HEADS):
         for t in range(tokens):
@@ -234,8 +218,8 @@ def test_update_attention_variables_mixed_solves_normal_equations(seed, tokens, 
     sample, before, weights = make_problem(seed, tokens, d, dh, dv, method)
     after, maps = update_attention_variables(sample, before, weights, make_settings())
     blend = _naive_blend(maps, values_of(sample, weights))
-    residual = sample.targets - project(after.activations, weights.output)
-    torch.testing.assert_close(residual @ weights.output[:, :-1], after.activations - blend, rtol=1e-9, atol=1e-9)
+    residual = sample.targets - project(after[0], weights[-1])
+    torch.testing.assert_close(residual @ weights[-1][:, :-1], after[0] - blend, rtol=1e-9, atol=1e-9)
 
 
 def pad(sample, variables, side, fill=3.0):
@@ -252,10 +236,9 @@ def pad(sample, variables, side, fill=3.0):
         wide[(slice(None),) * dims[0] + index] = tensor
         return wide
 
-    counts = torch.zeros(len(mask), dtype=torch.bool).index_fill(0, rows, True)
-    sample = AttentionSample(widen(sample.inputs, [0]), widen(sample.targets, [0]), mask, counts)
-    preactivations = tuple(widen(z, [1, 2] if z.dim() == 3 else [0]) for z in variables.preactivations)
-    return sample, Variables(widen(variables.activations, [0]), preactivations), rows
+    mixed, *logits = variables
+    sample = AttentionSample(widen(sample.inputs, [0]), widen(sample.targets, [0]), mask)
+    return sample, (widen(mixed, [0]), *(widen(z, [1, 2] if len(logits) == 1 else [1]) for z in logits)), rows
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -267,38 +250,35 @@ def test_padding_has_no_influence(method, side):
     after, maps = update_attention_variables(sample, before, weights, settings_)
     padded_after, padded_maps = update_attention_variables(padded, padded_before, weights, settings_)
     torch.testing.assert_close(padded_maps[:, rows[:, None], rows], maps)
-    torch.testing.assert_close(padded_after.activations[rows], after.activations)
-    assert_same_moments(
-        gather([sample], [after], [maps], weights), gather([padded], [padded_after], [padded_maps], weights)
-    )
-    left = measure_attention_objective(sample, after, weights, 1.0, 2.0, maps)
-    right = measure_attention_objective(padded, padded_after, weights, 1.0, 2.0, padded_maps)
-    assert left == pytest.approx(right)
-    assert initialize_attention_variables(padded, weights, method).activations.isfinite().all()
+    torch.testing.assert_close(padded_after[0][rows], after[0])
+    moments, rest = gather([sample], [after], [maps], weights)
+    padded_moments, padded_rest = gather([padded], [padded_after], [padded_maps], weights)
+    assert_same_moments(moments, padded_moments)
+    assert rest == pytest.approx(padded_rest)
+    assert initialize_attention_variables(padded, weights, method)[0].isfinite().all()
 
 
 def test_queries_left_out_still_count_as_keys_where_the_mask_shows_them():
     sample, variables, weights = make_problem(2, 6, 5, 3, 2, 2)
-    sample = dataclasses.replace(sample, queries=torch.arange(6) >= 1)
-    maps = soft_of(variables)
-    measured = measure_attention_objective(sample, variables, weights, 1.0, 1.0, maps)
-    query, key = variables.preactivations
-    query, key = query - project(sample.inputs, weights.query), key - project(sample.inputs, weights.key)
-    assert measured["query"] == pytest.approx(query[1:].square().sum().item())
-    assert measured["key"] == pytest.approx(key.square().sum().item())
-    moments = gather([sample], [variables], [maps], weights)
+    sample.mask[0] = -torch.inf
+    moments, _ = gather([sample], [variables], [make_maps(sample, variables)], weights)
     assert [moments[i].num_tokens for i in (0, 1, -1)] == [5, 6, 5]
+    for total, weight, z, wanted, first in zip(
+        moments[:2], weights[:2], variables[1:], query_key_of(sample, weights), (1, 0), strict=True
+    ):
+        assert measure_error(total, weight).item() == pytest.approx((z - wanted)[:, first:].square().sum().item())
 
 
 def test_accumulate_attention_moments_equals_naive_sums():
     sample, before, weights = make_problem(4, 7, 5, 3, 2, 2)
     variables, maps = update_attention_variables(sample, before, weights, make_settings())
-    moments = gather([sample], [variables], [maps], weights)
+    moments, _ = gather([sample], [variables], [maps], weights)
     ones = torch.ones(7, 1, dtype=F64)
     x = torch.cat([sample.inputs, ones], 1)
-    m = torch.cat([variables.activations, ones], 1)
-    pairs = [(x, z) for z in variables.preactivations]
-    pairs += [(maps[h] @ x, heads_of(variables.activations)[h]) for h in range(HEADS)]
+    mixed, *logits = variables
+    m = torch.cat([mixed, ones], 1)
+    pairs = [(x, z.transpose(0, 1).flatten(1)) for z in logits]
+    pairs += [(maps[h] @ x, heads_of(mixed)[h]) for h in range(HEADS)]
     pairs.append((m, sample.targets))
     for total, (p, y) in zip(moments, pairs, strict=True):
         torch.testing.assert_close(total.gram, p.T @ p)
@@ -317,19 +297,17 @@ def make_pass(method, count=3, ratio=(1.0, 1.0), seed=0):
 
 @examples(20)
 @given(seed=st.integers(0, 10_000), method=methods, damping=st.sampled_from([1e-4, 0.01, 0.5]))
-def test_solve_attention_weights_satisfies_normal_equations_and_raises_no_term(seed, method, damping):
+def test_ridge_solves_satisfy_normal_equations_and_raise_no_term(seed, method, damping):
     samples, variables, maps, weights = make_pass(method, seed=seed)
-    moments = gather(samples, variables, maps, weights)
-    solved = solve_attention_weights(moments, weights, damping)
-    for total, new, old in zip(moments, solved.list_regressed(), weights.list_regressed(), strict=True):
+    moments, _ = gather(samples, variables, maps, weights)
+    solved = solve_ridge(moments, weights, damping, True, ["x"] * len(weights))
+    for total, new, old in zip(moments, solved, weights, strict=True):
         damped = damp_moments(total, old, damping)
         torch.testing.assert_close(new @ damped.gram, damped.cross, rtol=1e-8, atol=1e-8)
         assert measure_error(total, new) <= measure_error(total, old) * (1 + 1e-9) + 1e-9
     # the same, seen from the objective: W_V and W_O (method 2: also W_Q and W_K) lower their own terms and no other
     triples = list(zip(samples, variables, maps, strict=True))
-    before, after = (
-        [measure_attention_objective(s, v, w, 1.0, 1.0, a) for s, v, a in triples] for w in (weights, solved)
-    )
+    before, after = ([_naive_terms(s, v, w, 1.0, 1.0, a) for s, v, a in triples] for w in (weights, solved))
 
     def add(parts, name):
         return sum(part[name] for part in parts)
@@ -337,12 +315,3 @@ def test_solve_attention_weights_satisfies_normal_equations_and_raises_no_term(s
     for name in ("output", "mixed", *(("query", "key") if method == 2 else ())):
         assert not_above(add(after, name), add(before, name))
     assert add(after, "maps") == add(before, "maps")
-
-
-def test_solve_attention_weights_singular_names_module_and_head():
-    samples, variables, maps, weights = make_pass(2, count=1)
-    moments = gather(samples, variables, maps, weights)
-    empty = SecondMoments(*(torch.zeros_like(getattr(moments[3], f.name)) for f in dataclasses.fields(SecondMoments)))
-    moments[3] = empty
-    with pytest.raises(ValueError, match=r"layers\.2\.self_attn, values of kept head 1: inputs must not all be zero"):
-        solve_attention_weights(moments, weights, 0.01, where="layers.2.self_attn")

@@ -5,7 +5,7 @@ from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.paper.admm import score_closed_form
 from struprune_plugin.paper.gates import _gate_quadratic, score_l0
-from struprune_plugin.paper.softmax_rules import measure_norms
+from struprune_plugin.paper.paper_rules import measure_norms
 
 UNITS = torch.tensor([[0, 1], [2, 3], [4, 5]])
 

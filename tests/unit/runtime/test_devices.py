@@ -118,7 +118,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
         (found,) = GroupSums.finish([sums])
     side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
-    expected = make_moments(group.num_columns, 16, "cpu", torch.float32)
+    expected = make_moments(torch.empty(16, group.num_columns + 1))
     accumulate_moments(expected, inputs, target)
     with play_device():
         torch.testing.assert_close(found.all.gram.cpu(), expected.gram)
@@ -134,7 +134,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
 def test_an_elimination_takes_no_more_operations_for_more_units(eliminate):
     counts = []
     for units in (64, 256):
-        moments = make_moments(units, 8, "cpu", torch.float64)
+        moments = make_moments(torch.empty(8, units + 1, dtype=torch.float64))
         accumulate_moments(moments, torch.randn(1024, units), torch.randn(1024, 8))
         damped = damp_moments(moments, torch.zeros(8, units + 1, dtype=torch.float64), 0.01)
         with play_device() as played:

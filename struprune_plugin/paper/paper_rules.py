@@ -1,4 +1,4 @@
-"""``softmax`` and ``softmax_inverse``: Algorithms 2 and 3."""
+"""Allocation rules of the paper: ``global_threshold``, ``softmax`` and ``softmax_inverse``, Algorithms 1 to 3."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from pydantic import Field, field_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import (
-    RULES,
-    AllocationRule,
-    Budget,
-    GroupStatistics,
-    Sizes,
-    make_allocation,
-)
-from struprune_plugin.linalg.budget import MAX_SPARSITY, spread_by_kind, spread_sparsity
+from struprune_plugin.allocation import rules
+from struprune_plugin.allocation.rules import Budget, GroupStatistics, Sizes
+from struprune_plugin.linalg.budget import MAX_SPARSITY, meet_budget, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
-from struprune_plugin.linalg.ties import argmin_with_ties
+from struprune_plugin.linalg.ties import argmin_with_ties, order_scores
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
@@ -33,7 +27,27 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.manifest import AllocationRecord
 
 
-class SoftmaxRule(AllocationRule):
+@rules.RULES.register
+class GlobalThreshold(rules.AllocationRule):
+    """Threshold on the scores of the units of all groups (paper, Algorithm 1); requires ``importance: closed_form``."""
+
+    rule: Literal["global_threshold"] = "global_threshold"
+
+    def check(self, importance: str) -> None:
+        if importance != "closed_form":
+            raise ValueError(
+                f"importance: must be closed_form for allocation: global_threshold (Algorithm 1), got {importance!r}. Set "
+                "`importance: closed_form`."
+            )
+
+    def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
+        scores = [statistics[size.name].scores for size in sizes]
+        kept = meet_budget(sizes, allocate_global_threshold(sizes, scores, budget.share), budget.share)
+        retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
+        return rules.make_allocation(sizes, kept, AllocationRecord(self.rule, retention=retention))
+
+
+class SoftmaxRule(rules.AllocationRule):
     """Softmax over the groups' importance, at the temperature of least error.
 
     :param temperature: relative to std(I) (R8); a list is searched for the least error, read off every module's error curve
@@ -67,34 +81,30 @@ class SoftmaxRule(AllocationRule):
         found = search_temperature(sizes, list(importance.values()), curves, grid, partial(self.spread, budget.share))
         best = argmin_with_ties([loss for _, loss in found])
         kept, loss = found[best]
-        if not self.as_printed:
-            check_budget(sizes, kept, budget.share)
-        else:
+        if self.as_printed:
             removed = sum((size.num_units - count) * size.unit_cost for size, count in zip(sizes, kept, strict=True))
             logger.warning(
                 f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters in place of "
                 f"{budget.sparsity} (R6). Set `as_printed: false` to meet the budget."
             )
+        else:
+            check_budget(sizes, kept, budget.share)
         logger.info(f"allocation: {self.rule} at temperature {grid[best]:g} has the error {loss:.6g}")
         searched = [{"temperature": tried, "error": error} for tried, (_, error) in zip(grid, found, strict=True)]
         record = AllocationRecord(
-            self.rule,
-            as_printed=self.as_printed,
-            temperature=grid[best],
-            searched=searched,
-            importance=importance,
+            self.rule, as_printed=self.as_printed, temperature=grid[best], searched=searched, importance=importance
         )
-        return make_allocation(sizes, kept, record)
+        return rules.make_allocation(sizes, kept, record)
 
 
-@RULES.register
+@rules.RULES.register
 class Softmax(SoftmaxRule):
     """Algorithm 2: importance is the sum of the units' scores."""
 
     rule: Literal["softmax"] = "softmax"
 
 
-@RULES.register
+@rules.RULES.register
 class SoftmaxInverse(SoftmaxRule):
     """Algorithm 3: importance from the weights' norms, decayed with depth.
 
@@ -121,21 +131,33 @@ class SoftmaxInverse(SoftmaxRule):
         return decay * self.rho * measure_norms(heads, variance=0.1, norm=0.01)
 
 
+def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tensor], sparsity: float) -> list[float]:
+    """Return every group's sparsity when units of highest score are kept until the retained parameters are used up.
+
+    Ties go to the earlier group and unit.
+    Source: paper, Lemma 1 and Algorithm 1 (the threshold tau), K counting retained units weighted by their cost (R5).
+    """
+    costs = torch.cat([torch.full((len(s),), g.unit_cost) for g, s in zip(groups, scores, strict=True)])
+    owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)])
+    order = order_scores(torch.cat([s.double().cpu() for s in scores]), descending=True)
+    most = (1 - sparsity) * float(costs.sum())
+    # float64: int64 is compared with a Python float in float32
+    kept = owner[order[costs[order].cumsum(0).double() <= most]]
+    counts = torch.bincount(kept, minlength=len(groups)).tolist()
+    return [1 - count / group.num_units for count, group in zip(counts, groups, strict=True)]
+
+
 def allocate_softmax(
     importance: Tensor, sizes: Tensor, sparsity: float, temperature: float, max_sparsity: float = MAX_SPARSITY
 ) -> Tensor:
     """Return sparsities ``r_l`` proportional to ``w = softmax(-I / T)``, clipped to [0, max_sparsity], of mean r.
 
     Source: paper, Algorithms 2 and 3, step 2; T relative to std(I) (R8), under which a common factor of I (rho) cancels.
-    Differs from the source: the sparsity cut off by the clip is spread over the unclipped layers until the budget holds (R6),
-    layers count by their parameters, and in Algorithm 3, too, layers of low (decayed) importance lose more, as the paper's text
-    says (R7).
+    Differs from the source: what the clip cuts off is spread over the unclipped layers until the budget holds (R6), layers count
+    by their parameters, and in Algorithm 3, too, layers of low (decayed) importance lose more, as the paper's text says (R7).
 
-    :param importance: importance of the modules of one kind, shape [layers]
-    :param sizes: parameters of each module, shape [layers]
-    :param sparsity: mean sparsity, in [0, 1)
-    :param temperature: relative, above 0
-    :return: sparsity of every layer, shape [layers], float64
+    :param importance: of the modules of one kind, shape [layers]; ``sizes`` has their parameters
+    :return: shape [layers], float64
     """
     return spread_sparsity(_softmin(importance, temperature), sizes, sparsity, max_sparsity)
 
@@ -180,20 +202,25 @@ def search_temperature(
     Source: paper, Algorithms 2 and 3, the outer loop and step 5, with losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
-    :param spread: function that returns the sparsities of one kind's modules from (temperature, importances, parameters)
+    :param spread: returns the sparsities of one kind's modules from (temperature, importances, parameters)
     """
-    found = []
+    kinds, found = {group.kind: list[int]() for group in groups}, []
+    for place, group in enumerate(groups):
+        kinds[group.kind].append(place)
     for temperature in temperatures:
-        kept = round_kept_counts(groups, spread_by_kind(groups, importance, partial(spread, temperature)))
+        shares = torch.zeros(len(groups), dtype=torch.float64)
+        for members in kinds.values():
+            own = torch.tensor([importance[i] for i in members], dtype=torch.float64)
+            shares[members] = spread(temperature, own, torch.tensor([groups[i].num_parameters for i in members]))
+        kept = round_kept_counts(groups, shares.tolist())
         found.append((kept, sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))))
     return found
 
 
 def measure_norms(weights: Iterable[Tensor], variance: float, norm: float = 0.0) -> float:
-    """Return ``sum (||W||_1 + variance Var(W) + norm ||W||_2)`` over the weights of one module.
+    """Return ``sum (||W||_1 + variance Var(W) + norm ||W||_2)`` over a module's linears, or heads (rows of Q, K, V, columns of O).
 
-    Attention has the factors 0.1 and 0.01 and one flat tensor per head (rows of Q, K, V and columns of O); an FFN has 0.05 and 0
-    and one tensor per linear. Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
+    Source: paper, Algorithm 3, step 1, without its factors gamma^l and rho.
     """
     wide = (weight.double() for weight in weights)
     return sum((w.abs().sum() + variance * w.var(correction=0)).item() + norm * w.norm().item() for w in wide)

@@ -21,8 +21,7 @@ _HALVINGS = 30  # bisections of a share
 class Limit:
     """Upper bound on the total cost of all groups, such as seconds.
 
-    :param costs: cost of every group with k = 0 ... num_units units kept, one per group, shape [num_units + 1], float64
-    :param most: maximum total cost
+    :param costs: cost of every group with k = 0 ... num_units units kept, shape [num_units + 1], float64
     """
 
     costs: Sequence[Tensor]
@@ -38,9 +37,8 @@ class Limit:
 
 
 def find_least_share(choose: Callable[[float], list[int]], limit: Limit, low: float, high: float) -> list[int]:
-    """Return the kept counts of the least share between two that are within a limit.
+    """Return the kept counts of the least share between two that are within a limit; more units go as it grows.
 
-    :param choose: function that returns kept counts for a share; more units go as it grows
     :raises ValueError: those of the largest share exceed the limit
     """
     kept = choose(high)
@@ -63,14 +61,11 @@ def find_least_share(choose: Callable[[float], list[int]], limit: Limit, low: fl
 def meet_budget(
     groups: Sequence[GroupSize], shares: Sequence[float], share: float, limit: Limit | None = None
 ) -> list[int]:
-    """Round sparsities to kept counts that meet a budget.
+    """Round the groups' sparsities, in [0, 1), to kept counts, multiples of their steps, that meet a budget.
 
     Under a limit, all sparsities move together towards 0 or towards 1, as far as it needs.
 
-    :param shares: sparsity of each group, in [0, 1)
-    :param share: sparsity over all groups' parameters
-    :param limit: limit to meet in place of ``share``
-    :return: kept units of each group, a multiple of its step
+    :param share: sparsity over all groups' parameters, where there is no limit
     :raises ValueError: the counts miss the budget
     """
     if limit is None:
@@ -88,9 +83,7 @@ def meet_budget(
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:
     """Return ``min(s * weights, max_sparsity)`` for the scale s that removes the share ``sparsity`` of all (water-filling, R6).
 
-    :param weights: above 0, shape [layers]
-    :param sizes: parameters of each module, shape [layers]
-    :param sparsity: wanted mean over parameters, at most max_sparsity
+    :param weights: above 0, shape [layers]; ``sizes`` has each module's parameters
     :return: shape [layers], float64
     :raises ValueError: ``sparsity`` exceeds ``max_sparsity``
     """
@@ -111,29 +104,8 @@ def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsit
         full |= over
 
 
-def spread_by_kind(
-    groups: Sequence[GroupSize], weights: Sequence[float], spread: Callable[[Tensor, Tensor], Tensor]
-) -> list[float]:
-    """Return the sparsity of every group, allocated separately for each module kind.
-
-    :param spread: function that returns the sparsities of one kind's modules from (weights, parameters), each of shape
-        [modules]
-    """
-    shares = [0.0] * len(groups)
-    for kind in {group.kind for group in groups}:
-        members = [i for i, group in enumerate(groups) if group.kind == kind]
-        own = torch.tensor([weights[i] for i in members], dtype=torch.float64)
-        found = spread(own, torch.tensor([groups[i].num_parameters for i in members]))
-        for i, share in zip(members, found.tolist(), strict=True):
-            shares[i] = share
-    return shares
-
-
 def allocate_error_curves(
-    groups: Sequence[GroupSize],
-    curves: Sequence[Tensor],
-    budget: float | Limit,
-    max_sparsity: float = MAX_SPARSITY,
+    groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float | Limit, max_sparsity: float = MAX_SPARSITY
 ) -> list[int]:
     """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g C_g(k_g) <= budget``.
 
@@ -142,26 +114,23 @@ def allocate_error_curves(
     hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
-    :param curves: error with k = 0 ... num_units units kept, comparable between groups, one per group, shape [num_units + 1]
+    :param curves: error with k = 0 ... num_units units kept, comparable between groups, shape [num_units + 1]
     :param budget: maximum number of parameters to keep, or a limit on other costs
-    :return: kept units of each group, a multiple of its step
     """
     everything = [group.num_units for group in groups]
+    limit = budget
+    if not isinstance(limit, Limit):
+        limit = Limit([torch.arange(group.num_units + 1).double() * group.unit_cost for group in groups], limit)
+    if limit.fits(everything):
+        return everything
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
-    costs: list[list[float]] = [[group.unit_cost * k for k in ks] for group, ks in zip(groups, counts, strict=True)]
-    if isinstance(budget, Limit):
-        is_whole, most = budget.fits(everything), budget.most
-        for g, cost in enumerate(budget.costs):  # more units may cost less: kernels do not like every width
-            own = cost[counts[g]].tolist()
-            front = _find_front(own, errors[g])
-            counts[g], errors[g], costs[g] = ([row[i] for i in front] for row in (counts[g], errors[g], own))
-    else:
-        is_whole, most = budget >= sum(group.num_parameters for group in groups), budget
-    if is_whole:
-        return everything
+    costs = [cost[ks].tolist() for cost, ks in zip(limit.costs, counts, strict=True)]
+    for g, (cost, error) in enumerate(zip(costs, errors, strict=True)):
+        front = _find_front(cost, error)
+        counts[g], costs[g], errors[g] = ([row[i] for i in front] for row in (counts[g], cost, error))
     at = [0] * len(groups)  # index of each group's choice among its counts
-    left = most - sum(cost[0] for cost in costs)
+    left = limit.most - sum(cost[0] for cost in costs)
     steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
         for g in range(len(groups))
@@ -172,8 +141,7 @@ def allocate_error_curves(
             at[g] = j
             left -= costs[g][j] - costs[g][i]
     left = _fill_budget(costs, errors, at, left)
-    if left > max((b - a for cost in costs for a, b in itertools.pairwise(cost)), default=0):
-        _fill_evenly(costs, at, left)
+    _fill_evenly(costs, at, left)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
 
@@ -186,12 +154,12 @@ def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
 
 
 def _find_front(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Return the indices of the points that no other undercuts in both; costs rise and errors fall along them."""
+    """Return the points that no later one undercuts in cost, where more units may cost less: kernels do not like every width."""
     front: list[int] = []
     for i in range(len(costs)):
         while front and costs[i] <= costs[front[-1]] and errors[i] <= errors[front[-1]]:
             front.pop()
-        if not front or errors[i] < errors[front[-1]]:
+        if not front or costs[i] > costs[front[-1]]:
             front.append(i)
     return front
 
@@ -231,19 +199,12 @@ def _fill_budget(
 
 
 def _fill_evenly(costs: Sequence[Sequence[float]], at: list[int], left: float) -> None:
-    """Spend the budget that saves no error, in place: the group that has lost the largest share gets the next step that fits.
-
-    Where other units replace the last ones to within rounding, a curve ends flat at zero: keeping these units saves no error,
-    but they must not be removed beyond the budget.
-    """
-    while True:
-        growing = [
-            (costs[g][i] / costs[g][-1], g)
-            for g, i in enumerate(at)
-            if i + 1 < len(costs[g]) and costs[g][i + 1] - costs[g][i] <= left
-        ]
-        if not growing:
-            return
+    """Spend the budget that saves no error, because curves end flat, on the group that has lost most, in place, step by step."""
+    while growing := [
+        (costs[g][i] / costs[g][-1], g)
+        for g, i in enumerate(at)
+        if i + 1 < len(costs[g]) and costs[g][i + 1] - costs[g][i] <= left
+    ]:
         _, g = min(growing)
         left -= costs[g][at[g] + 1] - costs[g][at[g]]
         at[g] += 1

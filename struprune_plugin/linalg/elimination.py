@@ -1,11 +1,9 @@
-"""Backward elimination of units, those first whose removal raises the re-solved error least.
-
-Legend as in ``solve.py``.
-"""
+"""Backward elimination of units, those first whose removal raises the re-solved error least."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +16,8 @@ _PANELS = 32  # downdates of the matrices until all units are removed, or as man
 _GONE = 1 / 4  # share of removed units that the matrices may still hold, because a copy costs more
 
 
-@dataclass(frozen=True)
-class Elimination:
-    """Removal order of greedy backward elimination, and the cost of each removal.
-
-    :param order: unit indices, first removed first, shape [..., removed], int64
-    :param increase: increase of the least-squares error at that removal, shape [..., removed], float64
-    """
+class Elimination(NamedTuple):
+    """Units, first removed first, int64, and the increase of the error at each, float64, both of shape [..., removed]."""
 
     order: Tensor
     increase: Tensor
@@ -32,10 +25,8 @@ class Elimination:
 
 @dataclass(frozen=True)
 class RankedUnits:
-    """Order of removal of a group's units.
+    """Units of a group, at least those to be removed, first removed first, int64, and the score of every unit, float64.
 
-    :param order: units, first removed first, shape [at least those to be removed], int64
-    :param scores: score of every unit, shape [units], float64
     :param basis: orthogonal basis to which the heads' units are rotated first, rows are the new units, shape
         [blocks, width, width], float64; None without rotation
     """
@@ -46,14 +37,12 @@ class RankedUnits:
 
 
 def order_units(scores: Tensor, num_blocks: int) -> Tensor:
-    """Return the removal order of units, lowest score first; ties go by index (:func:`~struprune_plugin.linalg.ties.order_scores`).
+    """Return the units, shape [units], int64, lowest score first; ties go by index.
 
     With several blocks, a round removes the next unit of every block, so that any whole number of rounds leaves the blocks
     equally large.
 
-    :param scores: shape [units]
     :param num_blocks: number of equal runs of units, each of which must keep the same number of units
-    :return: unit indices, first removed first, shape [units], int64
     """
     per_block = scores.view(num_blocks, -1)
     within = order_scores(per_block)
@@ -62,10 +51,9 @@ def order_units(scores: Tensor, num_blocks: int) -> Tensor:
 
 
 def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
-    """Return the sorted indices of the ``num_keep`` units that remain after the first units of an order are removed.
+    """Return the sorted units that remain after the first of an order are removed, shape [..., num_keep], int64.
 
     :param order: units, first removed first, shape [..., at least num_units - num_keep]
-    :return: shape [..., num_keep], int64
     """
     gone = torch.zeros(*order.shape[:-1], num_units, dtype=torch.uint8, device=order.device)
     gone.scatter_(-1, order[..., : num_units - num_keep], 1)
@@ -74,8 +62,6 @@ def keep_last(order: Tensor, num_units: int, num_keep: int) -> Tensor:
 
 def unit_columns(units: Tensor, width: int) -> Tensor:
     """Return the rows or columns of units that are ``width`` wide each, shape [..., units] -> [..., units * width]."""
-    if width == 1:
-        return units
     return (units[..., None] * width + torch.arange(width, device=units.device)).flatten(-2)
 
 
@@ -85,16 +71,13 @@ def eliminate_units(
     """Remove units, a panel at a time, those first whose removal raises the re-solved error least; ties go by index.
 
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the current
-    least-squares weights; then W and H^-1 are downdated (:class:`_Remaining`). The bias always stays. With a 32nd of the units
-    in a panel, real FFNs end within two parts in a thousand of the error of one unit at a time. Many units are
-    removed in float32 (:func:`~struprune_plugin.linalg.solve.factorize_fast`).
+    least-squares weights; then W and H^-1 are downdated. The bias always stays. With a 32nd of the units in a panel, real FFNs
+    end within two parts in a thousand of the error of one unit at a time. Many units are removed in float32.
     Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
 
-    :param damped: damped moments; those of several linears of one shape have a first dimension more and are worked on together
-    :param columns_per_unit: consecutive input columns of one unit
-    :param num_blocks: number of equal runs of units, each of which must keep the same number of units (see :func:`order_units`)
+    :param damped: of one linear, or of several of one shape, which are worked on together
+    :param num_blocks: as in :func:`order_units`
     :param num_remove: units to remove, a multiple of ``num_blocks``; None removes all, for curves over every prefix
-    :return: removal order and costs, shape [..., num_remove] each
     :raises ValueError: H is singular
     """
     num_units = (damped.gram.shape[-1] - 1) // columns_per_unit
@@ -113,11 +96,7 @@ def eliminate_units(
 
 
 class _Remaining:
-    """Matrices W and H^-1 of the units not yet removed, downdated by one panel of removals at a time.
-
-    :param inverse: H^-1, shape [linears, n + 1, n + 1], float64 or float32; changed in place
-    :param weight: W^T, shape [linears, n + 1, d], same dtype; changed in place
-    """
+    """H^-1, shape [linears, n + 1, n + 1], and W^T, shape [linears, n + 1, d], of the units not yet removed, changed in place."""
 
     def __init__(self, inverse: Tensor, weight: Tensor, width: int, num_blocks: int):
         self._inverse, self._weight, self._width, self._num_blocks = inverse, weight, width, num_blocks
@@ -131,8 +110,8 @@ class _Remaining:
     def remove(self, rounds: int) -> tuple[Tensor, Tensor]:
         """Remove ``rounds`` units of every block; return (their indices, the increases of the error), shape [linears, removed].
 
-        Candidates are the cheapest units, about twice as many. One Cholesky factor of their part of H^-1 gives what each costs
-        after all cheaper ones: a copy of another unit then costs what the two carry. The cheapest by that cost are removed.
+        Of about twice as many candidates, one Cholesky factor of their part of H^-1 gives what each costs after all cheaper
+        ones: a copy of another unit then costs what the two carry. The cheapest by that cost go.
         """
         per_block = self.units.shape[1] // self._num_blocks
         costs = self._round(self._measure_costs()).masked_fill(self._gone, torch.inf)
@@ -156,10 +135,7 @@ class _Remaining:
         return (costs.nan_to_num(torch.inf) / self._grain).round() * self._grain
 
     def _factorize(self, units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (L, ``L^-1 W``, cost of each unit after those before it) of units in order, with ``L L^T`` their part of H^-1.
-
-        :param units: positions, shape [linears, units]
-        """
+        """Return (L, ``L^-1 W``, cost of each unit after those before it) of units in order, with ``L L^T`` their part of H^-1."""
         columns = unit_columns(units, self._width)
         root = torch.linalg.cholesky_ex(_take(self._inverse, columns, columns)).L
         moved = torch.linalg.solve_triangular(root, _take(self._weight, columns), upper=False)

@@ -1,7 +1,6 @@
 """Errors and weights for every number of kept units along one removal order, from second moments alone.
 
-The kept units of a smaller number are among those of a larger one, so that one Cholesky factor serves all numbers: with units
-sorted by how long they stay, the factor of the first k units is its leading block. Legend as in ``solve.py``.
+One Cholesky factor serves all numbers: with units sorted by how long they stay, that of the first k is its leading block.
 """
 
 from __future__ import annotations
@@ -17,25 +16,22 @@ from struprune_plugin.linalg.solve import Where, factorize_fast, factorize_in_pl
 
 
 def sum_increases(increases: Tensor) -> Tensor:
-    """Return the re-solved error for every number of kept units, from the increases of an elimination of all units.
+    """Return the re-solved error with k = 0 ... units kept, shape [..., units + 1], float64, never increasing.
 
     The error with all units kept is defined as zero: that of the dense weights against their own output.
 
     :param increases: increase of the error per removal, first removed first, shape [..., units], float64
-    :return: error with k = 0 ... units kept, shape [..., units + 1], float64, never increasing
     """
     return torch.nn.functional.pad(increases.clamp(min=0).cumsum(-1), (1, 0)).flip(-1)
 
 
 def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_unit: int, where: str) -> Tensor:
-    """Return the re-solved error for every number of kept units, along one elimination order.
+    """Return the damped, re-solved error with k = 0 ... units kept, shape [units + 1], float64, never increasing.
 
-    With L the Cholesky factor of H in the reverse of that order,
-    ``E(k) = tr(Y Y^T) - sum_{i <= k} ||(C L^-T)_:i||^2``.
+    With L the Cholesky factor of H in the reverse of the order, ``E(k) = tr(Y Y^T) - sum_{i <= k} ||(C L^-T)_:i||^2``.
     Source: method.md section 2 (no second pass) and section 5 (``error_curve``).
 
     :param order: units, first removed first, shape [units]
-    :return: damped error with k = 0 ... units kept, shape [units + 1], float64, never increasing
     """
     rows = _list_rows(order, columns_per_unit)
     factor = factorize_in_place(take_block(damped.gram, rows), where)
@@ -44,9 +40,7 @@ def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_uni
 
 
 def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
-    """Return ``||Y - W_S P_S||^2`` for every number of kept units, with unchanged weights.
-
-    Parameters and return value as in :func:`measure_restored_curve`.
+    """Return the curve of :func:`measure_restored_curve` with unchanged weights, ``||Y - W_S P_S||^2``.
 
     :param weight: shape [d, n + 1], float64, bias last
     """
@@ -61,11 +55,9 @@ def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor,
 def solve_nested_weights(
     damped: SecondMoments, order: Tensor, columns_per_unit: int, counts: Iterable[int], where: Where
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the least-squares weights on the last k units of an order, for every number k, zero elsewhere.
+    """Yield k and the least-squares weights on the last k units of an order, for every k of ``counts``.
 
-    :param order: units, first removed first, shape [..., units]
-    :param counts: numbers k, at least one
-    :return: pairs of k and weights, shape [..., d, n + 1], float64, bias last
+    These are zero elsewhere, of shape [..., d, n + 1], float64, bias last; the order is of shape [..., units].
     """
     counts = sorted(counts)
     rows = _list_rows(order, columns_per_unit)[..., : 1 + counts[-1] * columns_per_unit]

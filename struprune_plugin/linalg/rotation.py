@@ -1,11 +1,9 @@
 """Rotation of the values of every head, so that few channels carry what matters, and the order in which channels are removed.
 
-A head's values V and the columns O of the linear that reads them may be rotated by any orthogonal R, ``(R V, O R^T)``,
-without changing the function: attention mixes tokens, not channels. Removing a rotated channel removes a
-*direction* of the head's value space.
-
-Legend as in ``solve.py``. Columns of the consumer are in unit order, [blocks, width, copies]: blocks are the value heads,
-width the channels per head, copies the query heads per value head (1 without grouped queries).
+A head's values V and the columns O of the linear that reads them may be rotated by any orthogonal R, ``(R V, O R^T)``, without
+changing the function. Removing a rotated channel removes a *direction* of the head's value space.
+Columns of the consumer are in unit order, [blocks, width, copies]: blocks are the value heads, width the channels per head,
+copies the query heads per value head.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     """Return an orthogonal basis of every head whose first directions cost least to remove, and the order of the directions.
 
     The score of a direction is the increase of the least-squares error at its removal, if the blocks lose one each in turn.
-
     Removing the directions U of one block means ``W_b U = 0``, which raises ``min_W ||Y - W P||^2`` by
     ``tr[(U^T W_b^T W_b U) (U^T (H^-1)_bb U)^-1]``, with W the least-squares weights. Whatever their number, the span of the first
     generalised eigenvectors of ``(W_b^T W_b, (H^-1)_bb)`` costs least: one eigendecomposition orders all directions of a block.
@@ -54,11 +51,7 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
 
 
 def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
-    """Return orthonormal rows whose first k span the k least generalised eigenvectors of two matrices, for every k.
-
-    :param energy: W_b^T W_b, shape [blocks, width, width]
-    :param spread: (H^-1)_bb, the same shape, positive definite
-    """
+    """Return orthonormal rows whose first k span the k least generalised eigenvectors of (W_b^T W_b, (H^-1)_bb), for every k."""
     width = energy.shape[-1]
     scale = energy.diagonal(dim1=1, dim2=2).mean()
     prefer = torch.linspace(0, _PREFERENCE, width, dtype=energy.dtype, device=energy.device)

@@ -1,13 +1,13 @@
-"""Least-squares solves of the remaining weights, from second moments alone.
+"""Least-squares solves of the remaining weights, from second moments alone; legend as in ``second_moments.py``.
 
-Legend: H gram [n + 1, n + 1], C cross [d, n + 1], W weights [d, n + 1] with the bias last. Moments of several linears of one
-shape, as of a mixture's experts, have a first dimension more, and are solved together.
+Moments of several linears of one shape, as of a mixture's experts, have a first dimension more, and are solved together.
 Every solve works on ``damped`` moments (:func:`damp_moments`), in float64; ``where`` names the linear, or every one, in errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -40,16 +40,14 @@ def damp_moments(
 ) -> SecondMoments:
     """Return moments damped towards the given weights, with strength ``lambda = damping * mean(diag H)``.
 
-    They are ``H + lambda I``, ``C + lambda W`` and ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped. The minimiser of the
-    damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``; elimination, error curves and solves use the damped
-    moments alone.
+    They are ``H + lambda I``, ``C + lambda W`` and ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped, in float64. The minimiser
+    of the damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``.
     Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the dense
     weights, an unpruned layer with a local target stays unchanged.
 
     :param weight: dense weights, shape [..., d, n + 1], float64, bias last
-    :param damping: at least 0, relative to the mean diagonal of H; of all linears, or of each, shape [...]
+    :param damping: at least 0, of all linears, or of each, shape [...]
     :param has_bias: False for a linear without bias: every solve then gives a bias of 0
-    :return: float64 moments
     """
     gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
     strength = damping * _view_diagonal(gram).mean(-1)
@@ -80,34 +78,31 @@ def weigh_outputs(damped: SecondMoments, root: Tensor, weight: Tensor) -> Second
     targets it is off by a constant, which changes no order.
 
     :param root: R, shape [d, d], float64
-    :param weight: dense weights, shape [d, n + 1], float64, bias last
+    :param weight: dense weights, shape [..., d, n + 1], float64, bias last
     """
     cross = root @ damped.cross
     return replace(damped, cross=cross, target_energy=(cross * (root @ weight)).sum((-2, -1)))
 
 
 def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky; return W and an estimate of the condition number.
-
-    Source: method.md section 6, ``least_squares``.
+    """Solve ``W = C_S H_SS^-1`` on the kept inputs S and the bias, by Cholesky. Source: method.md section 6, ``least_squares``.
 
     :param columns: kept input columns, sorted, shape [..., k], int64
-    :return: W, shape [..., d, k + 1], float64, bias last; 2-norm condition number of the system, shape [...], on the host
+    :return: W, shape [..., d, k + 1], float64, bias last; estimated 2-norm condition number, shape [...], on the host
     :raises ValueError: a damped system is singular or its condition number exceeds 1e12
     """
     kept = select_inputs(damped, columns)
     factor = factorize_in_place(kept.gram, where)
     condition = _estimate_condition(factor).cpu()
     if (high := ~(condition <= MAX_CONDITION)).any():
-        raise _describe_singular(_find_name(where, high), float(condition[high][0]), columns.shape[-1])
-    weight = _solve_factorized(factor, kept.cross.mT).mT
-    return weight.contiguous(), condition
+        raise _describe_singular(where, high, float(condition[high][0]), columns.shape[-1])
+    return _solve_factorized(factor, kept.cross.mT).mT.contiguous(), condition
 
 
 def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of the kept inputs times the factor of least error, and that factor, in [0.5, 2], shape [...].
 
-    Used for a module with too few tokens for a solve.
+    For a module with too few tokens for a solve.
 
     :param weight: dense weights of the kept inputs, shape [..., d, k + 1], float64, bias last
     :param columns: kept input columns, sorted, shape [..., k], int64
@@ -124,8 +119,8 @@ def choose_damping(
 ) -> list[float]:
     """Return the dampings of least error on the held-out tokens, solved on the other ones; on a tie, the lowest.
 
-    :param moments: moments of all tokens, of several linears
-    :param held: moments of the held-out part of them
+    :param moments: of all tokens, of several linears
+    :param held: of the held-out ones among them
     :param weight: dense weights, shape [linears, d, n + 1], float64, bias last
     :param columns: kept input columns, sorted, shape [linears, k]
     """
@@ -150,23 +145,23 @@ def choose_damping(
 @lru_cache(4)
 def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
     """Return normal random numbers, the same in every run, shape [rows, columns], float64."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64).to(device)
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randn(num_rows, num_columns, generator=seeded, dtype=torch.float64).to(device)
 
 
 def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: Tensor) -> list[float]:
     """Return the damping of least held-out error of every linear: the best of a coarse grid, then of its neighbours.
 
     The error falls and rises once along the dampings, so that not all are measured: first two strong ones; if the weaker of
-    them is better, every second weaker one. Parameters as in :func:`_measure_damped`.
+    them is better, every second weaker one.
 
     :param scale: strength of a damping of 1, shape [linears]
     """
     scales, energies = torch.stack([scale, held.target_energy]).tolist()
-    errors = [dict[int, float]() for _ in scales]
+    errors = [[math.inf] * len(_DAMPINGS) for _ in scales]
 
     def add(wanted: Sequence[Sequence[int]]) -> list[int]:
-        """Measure the dampings of these indices, by linear; return the index of the best so far of each."""
+        """Measure the dampings of these indices, by linear; return the index of the best so far of each, the lowest on a tie."""
         pairs = [(linear, index) for linear, indices in enumerate(wanted) for index in indices]
         together = max(len(pairs), 1) if _solves_together(rest.gram) else 1
         for start in range(0, len(pairs), together):
@@ -177,19 +172,13 @@ def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, sca
             found = _measure_damped(move_moments(rest, pick), move_moments(held, pick), pick(dense), strengths)
             for (linear, index), error in zip(part, found, strict=True):
                 errors[linear][index] = error
-        return [_find_best(*own) for own in zip(errors, energies, strict=True)]
+        return [argmin_with_ties(own, _EVEN * energy) for own, energy in zip(errors, energies, strict=True)]
 
     last = len(_DAMPINGS) - 1
     best = add([(last, last - 2)] * len(scales))
     best = add([range(last - 4, -1, -2) if index < last else () for index in best])
     best = add([[near for near in (index - 1, index + 1) if 0 <= near <= last] for index in best])
     return [_DAMPINGS[index] for index in best]
-
-
-def _find_best(errors: Mapping[int, float], energy: float) -> int:
-    """Return the index of least error, the lowest on a tie."""
-    known = sorted(errors)
-    return known[argmin_with_ties([errors[index] for index in known], _EVEN * energy)]
 
 
 def _solves_together(systems: Tensor) -> bool:
@@ -202,8 +191,7 @@ def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, str
 
     It is infinite where float64 does not resolve the damping: float32 sums of strongly correlated inputs are not quite definite.
 
-    :param dense: dense weights of these inputs with a bias of 0, shape [linears, d, k + 1]
-    :raises ValueError: float32 does not resolve a damping
+    :raises ValueError: float32 does not resolve one
     """
     damping = dense.new_tensor(strengths)[:, None, None]
     systems = rest.gram.clone()
@@ -218,28 +206,14 @@ def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, str
 
 
 def factorize_in_place(system: Tensor, where: Where) -> Tensor:
-    """Return the lower Cholesky factor of one or several damped systems, within their own storage.
+    """Return the lower Cholesky factor of one or several damped systems, shape [..., n, n], within their own storage.
 
-    :param system: shape [..., n, n]
     :raises ValueError: a system is singular; the message names ``where``
     """
-    size = system.shape[-1]
-    alive = (system.diagonal(dim1=-2, dim2=-1) > 0).sum(-1)
     factor, definite = _factorize(system)
     if not definite.all():
-        name = _find_name(where, ~definite)
-        if int(alive[~definite][0]) <= 1 < size:  # only the bias is nonzero
-            raise ValueError(
-                f"{name}: inputs must not all be zero on the calibration data, got {size - 1} inputs that are: units are dead, or "
-                "no token reaches them. Add the module to ignore, or calibrate with other text."
-            )
-        raise _describe_singular(name, float("inf"), size - 1)
+        raise _describe_singular(where, ~definite, math.inf, system.shape[-1] - 1)
     return factor
-
-
-def _find_name(where: Where, failed: Tensor) -> str:
-    """Return the name of the first linear that failed."""
-    return where if isinstance(where, str) else where[int(failed.nonzero()[0])]
 
 
 def _factorize(system: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,11 +225,10 @@ def _factorize(system: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def factorize_fast(system: Tensor, where: Where) -> Tensor:
-    """Return the lower Cholesky factor of a damped system; that of a large one in float32, if it solves a probe.
+    """Return the lower Cholesky factor of a damped system, shape [..., n, n]; that of a large one in float32, if it solves a probe.
 
-    Used for choices and trials, not for final weights: float32 takes half the time on a CPU, a thirtieth on most GPUs.
+    For choices and trials, not for final weights: float32 takes half the time on a CPU, a thirtieth on most GPUs.
 
-    :param system: shape [..., n, n], float64; not modified
     :raises ValueError: it is singular
     """
     if system.shape[-1] > _SMALL:
@@ -274,10 +247,11 @@ def _solve_factorized(factor: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor.mT, half, upper=True)
 
 
-def _describe_singular(name: str, condition: float, num_inputs: int) -> ValueError:
+def _describe_singular(where: Where, failed: Tensor, condition: float, num_inputs: int) -> ValueError:
+    name = where if isinstance(where, str) else where[int(failed.nonzero()[0])]  # of the first linear that failed
     return ValueError(
-        f"{name}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, "
-        f"got {condition:.3g} ({num_inputs} inputs). Raise dampening_frac, or calibrate with more text."
+        f"{name}: the least-squares system must have a condition number of at most {MAX_CONDITION:.0e}, got {condition:.3g} "
+        f"({num_inputs} inputs). Raise dampening_frac, or calibrate with more text; if all inputs are 0, add the module to ignore."
     )
 
 

@@ -16,23 +16,16 @@ MARGIN = 1e-9  # relative; above the rounding of float64 solves, far below any d
 
 
 def argmin_with_ties(values: Sequence[float], margin: float = 0.0) -> int:
-    """Return the index of the first value that exceeds the least by no more than a margin.
-
-    :param values: at least one
-    :param margin: absolute, at least 0; :data:`MARGIN` times the least value is added
-    """
+    """Return the index of the first value that exceeds the least by no more than an absolute margin, plus its :data:`MARGIN`."""
     least = min(values)
     most = least + margin + MARGIN * abs(least)
     return next((i for i, value in enumerate(values) if value == least or value <= most), 0)
 
 
 def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
-    """Return the order by score along the last dimension; ties go by index.
+    """Return the order by score along the last dimension, int64; ties go by index. Scores may be infinite.
 
     Neighbours in the sorted row tie where they differ by no more than :data:`MARGIN` of the larger one.
-
-    :param scores: shape [..., n]; may hold infinities
-    :return: indices, the same shape, int64
     """
     values, order = torch.sort(scores, dim=-1, descending=descending, stable=True)
     low, high = values[..., :-1], values[..., 1:]

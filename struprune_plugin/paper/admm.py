@@ -73,8 +73,6 @@ class ADMMRun:
         per-token variables, and a regression of those on the inputs gives the current weights that Lemma 1 compares with the
         dense ones. Source: paper, Algorithm 1, the inner loop. Differs from the source: the first mask comes from ``scores``
         (R4), and dense and current inputs of the module are the same, as its layer receives them now.
-
-        :param scores: scores that form the first mask, shape [units]
         """
         group, num_units = self.group, self.group.num_units
         output = append_bias(*read_weight(find_linear(self.module.layer, group.consumer))).float()
@@ -123,11 +121,11 @@ class ADMMRun:
     def _start(self, visit: Visit, weights: Parts) -> None:
         """Add a batch, with variables computed from the weights."""
         for sample in self._list_samples(visit):
-            if isinstance(sample, AttentionSample):
+            if isinstance(sample, Sample):
+                variables = admm_ffn.initialize_ffn_variables(sample.inputs, weights)
+            else:
                 method = self.settings.attention_method
                 variables = admm_attention.initialize_attention_variables(sample, weights, method)
-            else:
-                variables = admm_ffn.initialize_ffn_variables(sample.inputs, weights)
             self.states.append((self._park(sample), self._park(variables)))
 
     def _park(self, tensors: Parts) -> tuple[Tensor, ...]:
@@ -147,7 +145,7 @@ class ADMMRun:
         batch, length = visit.call.batch_shape
         source, target = visit.source.float().view(batch, length, -1), visit.target.view(batch, length, -1)
         lowest = torch.finfo(source.dtype).min
-        valid = visit.call.mark_tokens().view(batch, length, 1).to(source.device)
+        valid = visit.call.mark_tokens().view(batch, length, 1)
         mask = visit.call.arguments.get("attention_mask")
         causal = torch.full((length, length), lowest, device=source.device).triu(1)
         for row in range(batch):
@@ -155,7 +153,9 @@ class ADMMRun:
             if mask is not None:  # true where a token is read, or a number that is added
                 own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
                 own = lowest * (1 - own) if mask.dtype is torch.bool else own
-            yield AttentionSample(source[row], target[row], own.masked_fill(~valid[row], lowest))
+            if not valid[row].all():  # otherwise, sequences share one mask
+                own = own.masked_fill(~valid[row].to(own.device), lowest)
+            yield AttentionSample(source[row], target[row], own)
 
     def _step(self, weights: Parts, pull: Parts, move: bool = True) -> tuple[list[Tensor], float]:
         """Update all variables, regress the weights on them, pulled towards ``pull``; return these and the objective.

@@ -81,7 +81,6 @@ def update_activations(pull: Tensor, targets: Tensor, weight: Tensor, alpha: flo
     the printed mix of W1 and W2 (R10); struprune.tex, Eq. `86` (label).
 
     :param pull: q: phi(z), shape [tokens, k], or concat_i(a_i V_i), shape [T, H * dv]
-    :param weight: weight of the consumer, bias last
     """
     weight, bias = weight[:, :-1], weight[:, -1]
     system = alpha * weight.T @ weight

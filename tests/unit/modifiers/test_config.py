@@ -158,8 +158,6 @@ def test_the_host_s_own_oneshot_refuses_too(opt):
         )
 
 
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

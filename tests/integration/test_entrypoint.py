@@ -165,7 +165,8 @@ from datasets import load_from_disk
 from llmcompressor import oneshot
 from transformers import AutoModelForCausalLM
 
-oneshot(model=sys.argv[1], recipe="recipe.yaml", dataset=load_from_disk("data"), output_dir="out", num_calibration_samples=8)
+options = {"dataset": load_from_disk("data"), "num_calibration_samples": 8, "batch_size": 4}
+oneshot(model=sys.argv[1], recipe="recipe.yaml", output_dir="out", **options)
 assert type(AutoModelForCausalLM.from_pretrained("out")).__name__ == "StruPruneOPTForCausalLM", "without a trust flag"
 """
 
@@ -194,7 +195,8 @@ def test_a_run_from_python_says_each_thing_once(opt, tmp_path, level, monkeypatc
         os.chdir(tmp_path)
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         configure_logger(LoggerConfig())  # as llm-compressor's import does
-        oneshot(model=str(opt), recipe=GOOD, dataset=make_dataset(), output_dir="out", num_calibration_samples=8)
+        data = {"dataset": make_dataset(), "num_calibration_samples": 8, "batch_size": 4}
+        oneshot(model=str(opt), recipe=GOOD, output_dir="out", **data)
         print("afterwards", flush=True)
         reset_session()  # llm-compressor's own words are back
         return 0
@@ -224,7 +226,7 @@ def test_the_calibration_order_does_not_depend_on_what_was_drawn_before(opt):
     drawn, found = [], {}
     for name, before, how in (("a", 0, {}), ("b", 1, {}), ("c", 1, {"seed": 7})):
         torch.manual_seed(before)
-        data = {"dataset": make_dataset(32), "num_calibration_samples": 8}
+        data = {"dataset": make_dataset(32), "num_calibration_samples": 8, "batch_size": 4}
         found[name] = oneshot(str(opt), StruPruneModifier(sparsity=0.3, **CHEAP), **data, **how).state_dict()
         drawn.append(torch.rand(1))
     torch.manual_seed(1)
@@ -289,14 +291,14 @@ def test_oneshot_refuses_a_model_that_came_from_no_folder():
         run_oneshot(make_opt(), sparsity=0.3)
 
 
-def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, tmp_path, monkeypatch):
+def test_a_model_larger_than_the_memory_is_pruned_off_the_disk(opt, prune_once, tmp_path, monkeypatch):
     """Most weights lie on the disk, the first few in memory: the same model comes out, bit by bit."""
     fields = {"sparsity": 0.3, **DEFAULT}
-    plain = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "plain"))
+    plain, folder = prune_once(opt, "value_channels")
     monkeypatch.setattr("compressed_tensors.offload.load._get_cpu_memory", lambda *_: {"cpu": 200_000})
     offloaded = run_oneshot(str(opt), **fields, output_dir=str(tmp_path / "out"), offload_folder=tmp_path / "disk")
     kinds = {type(module._parameters).__name__ for module in offloaded.modules()}
     assert {"DiskCache", "CPUCache"} <= kinds
-    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("plain", "out"))
+    first, second = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "out"))
     assert first.keys() == second.keys() == plain.state_dict().keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

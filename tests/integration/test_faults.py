@@ -195,10 +195,10 @@ def hold_channels(layer) -> None:
 FAULTS = [copy_channels, kill_channels, hold_channels]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    "fields", [DEFAULT, {"attention_unit": "head", "dampening_frac": 1e-3, "reconstruct": "local"}]
-)
+LOCAL = {"attention_unit": "head", "dampening_frac": 1e-3, "reconstruct": "local"}
+
+
+@pytest.mark.parametrize(("fault", "fields"), [*((fault, DEFAULT) for fault in FAULTS), (copy_channels, LOCAL)])
 def test_singular_statistics_are_damped(fault, fields, tmp_path):
     model = make_opt()
     fault(model.model.decoder.layers[1])

@@ -1,5 +1,6 @@
 """A killed run goes on where it was, and ends with the bytes of one that was not."""
 
+import shutil
 import signal
 import time
 
@@ -86,6 +87,17 @@ def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
 
 
+@pytest.fixture(scope="module")
+def begun(opt, tmp_path_factory):
+    """The checkpoint of a run that died, to be read only."""
+    folder = tmp_path_factory.mktemp("begun") / "c"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Killed):
+            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=folder, **OPTIONS)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -95,11 +107,8 @@ def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
         ({"model": True}, "differs in model"),
     ],
 )
-def test_another_run_is_refused_by_name(opt, tmp_path, monkeypatch, change, message):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Killed):
-            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+def test_another_run_is_refused_by_name(opt, begun, tmp_path, monkeypatch, change, message):
+    shutil.copytree(begun, tmp_path / "c")
     fields = {"sparsity": 0.3}
     model = str(opt)
     if "versions" in change:

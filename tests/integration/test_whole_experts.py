@@ -20,8 +20,7 @@ from struprune_plugin.model.layers import count_parameters, count_prunable_param
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.pruning.resume import LayerLog
 
-TYPES = {
-    "qwen3_moe": "the plain kind",
+TYPES = {  # the plain kind is in tests/families
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
     "gpt_oss": "a router with a bias, experts with biases",
     "ernie4_5_moe": "a bias of the choice in a module of its own",

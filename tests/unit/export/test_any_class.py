@@ -27,18 +27,15 @@ from struprune_plugin.model.structure.tiny import build_tiny
 FEW = {"num_hidden_layers": 4}
 TYPES = {  # those that no run of tests/integration/test_any_decoder.py prunes
     "bloom": {"n_layer": 2},
-    "starcoder2": FEW,
     "gemma3n_text": {  # a pattern above 0 lets channels depend on each other, by their spread
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [64] * 4},
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "mpt": {"n_layers": 2},
-    "gptj": {"n_layer": 2},
     "falcon_h1": FEW,  # buffers that are in no file
     "emu3_text_model": FEW,  # known to the auto class by the whole model's type
 }
-OTHERS = {"gpt2": {"n_layer": 2}, "qwen3_5_text": FEW, "olmo2": FEW}
+OTHERS = {"gpt2": {"n_layer": 2}, "gptj": {"n_layer": 2}, "qwen3_5_text": FEW, "olmo2": FEW}
 WRAPPERS = {"gemma3": Gemma3ForConditionalGeneration, "mistral3": Mistral3ForConditionalGeneration}
 KINDS = {**WRAPPERS, "emu3_text_model": Emu3ForCausalLM}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -21,7 +21,6 @@ MODELS = {  # type -> what its default configuration leaves open
     "gpt_oss": {},
     "deepseek_v3": {"num_hidden_layers": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 4},
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
         "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},

@@ -141,7 +141,7 @@ def test_dropout_is_the_same_in_both_runs_of_a_layer():
 
 def test_a_step_holds_one_layer_whatever_the_depth_and_the_number_of_sequences():
     peaks = {}
-    for layers, num_samples in ((2, 4), (5, 4), (5, 16)):
+    for layers, num_samples in ((2, 2), (4, 2), (4, 8)):
         sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "num_hidden_layers": layers}
         model = make_opt(**sizes).bfloat16()
         layer = sum(p.numel() * p.element_size() for p in find_decoder_layers(model)[0][1].parameters())
@@ -150,8 +150,8 @@ def test_a_step_holds_one_layer_whatever_the_depth_and_the_number_of_sequences()
             with context.stage("step"):
                 training.accumulate_gradients(draw(num_samples, 8))
         peaks[layers, num_samples] = context.stages["step"].peak_bytes / layer
-    assert peaks[5, 4] < peaks[2, 4] + 0.5
-    assert peaks[5, 16] < 1.01 * peaks[5, 4]
+    assert peaks[4, 2] < peaks[2, 2] + 0.5
+    assert peaks[4, 8] < 1.01 * peaks[4, 2]
 
 
 def test_micro_batches_hold_every_sample_once_with_others_of_its_length():

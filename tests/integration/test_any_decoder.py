@@ -207,6 +207,7 @@ def test_code_of_a_folder_is_pruned_where_it_is_trusted(own, tmp_path):
 
 def test_every_command_that_loads_a_model_may_trust_its_code(own, tmp_path, capsys):
     small = ["--num-samples", "8", "--seq-length", "32", "--sparsity", "0.3"]
+    small += ["--set", "allocation=uniform", "--set", "sensitivity=none"]
     out, trust = str(tmp_path / "out"), "--trust-remote-code"
     commands = [
         ["plan", str(own), *small],

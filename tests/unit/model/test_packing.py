@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 def build(model_type):
-    model = build_tiny(make_config(model_type, 4))
+    model = build_tiny(make_config(model_type, 4 if model_type == "nemotron_h" else 2))
     return model, draw_tokens(model.config, 2, 12)
 
 

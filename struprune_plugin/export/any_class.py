@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import find_layouts, pads_heads, read_counts, read_padding
-from struprune_plugin.model.structure.locate import PADDING, find_stock, make_dense_config
+from struprune_plugin.model.layers import find_layouts, pads_heads, read_padding
+from struprune_plugin.model.structure.locate import PADDING, find_stock, make_dense_config, read_counts, scale_counts
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]
@@ -86,8 +86,7 @@ def release_heads(model: nn.Module) -> None:
             continue
         _, kept, dense = read_padding(layer, layout.attention.output)["narrow"]["segments"][0]
         attention = layer.get_submodule(layout.attention.module)
-        for name, count in read_counts(attention).items():
-            setattr(attention, name, count * kept // dense)
+        scale_counts(attention, kept, dense)
         for owner in list_padded(attention):
             _release_padding(owner)
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.layout import HEAD_COUNTS, AttentionLayout, LayerLayout
+from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
 from struprune_plugin.model.structure.locate import PADDING, locate_layers
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
@@ -39,9 +39,9 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
-    """Return the number of parameters, biases included, of all linears of the modules that hold units: the base of ``sparsity``.
+    """Return the number of parameters of all linears of the modules that hold units: the base of ``sparsity``.
 
-    Parameters that a quantiser later in the recipe has added are not counted.
+    Biases count, parameters that a quantiser later in the recipe has added do not.
 
     :param experts: whether experts of a mixture are pruned and therefore counted
     """
@@ -69,8 +69,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def count_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's saved weights: those of :func:`list_parameters`, and an estimate of the file's header."""
-    named = list_parameters(model)
-    return sum(parameter.nbytes + len(name) + _ENTRY for name, parameter in named)
+    return sum(parameter.nbytes + len(name) + _ENTRY for name, parameter in list_parameters(model))
 
 
 def can_fuse_attention(model: PreTrainedModel) -> bool:
@@ -81,13 +80,11 @@ def can_fuse_attention(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of one decoder layer.
+    """Sizes of one decoder layer; 0 where there is nothing to prune.
 
-    :param num_heads: number of query heads
-    :param num_key_value_heads: number of key and value heads
     :param head_dim: width of a head's values in the dense model
     :param value_head_dim: their present width
-    :param width: FFN channels; 0 where there is no FFN to prune
+    :param width: FFN channels
     """
 
     num_heads: int
@@ -98,14 +95,18 @@ class LayerSizes:
 
 
 def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
-    """Return a decoder layer's sizes, read from its linears; those of attention are 0 where no value channel can be removed."""
+    """Return a decoder layer's sizes, read from its linears."""
     width = find_linear(layer, layout.ffns[0].output).in_features if layout.ffns else 0
     attention = layout.attention
     if attention is None:
         return LayerSizes(0, 0, 0, 0, width)
     head_dim, value_dim = read_head_widths(attention, layer)
-    num_heads = find_linear(layer, attention.output).in_features // value_dim
-    return LayerSizes(num_heads, _count_blocks(attention, layer, num_heads), head_dim, value_dim, width)
+    heads = blocks = find_linear(layer, attention.output).in_features // value_dim
+    if attention.is_grouped:
+        name, parts = next(pair for pair in attention.producers.items() if "value" in pair[1])
+        rows = find_linear(layer, name).out_features - (heads * head_dim if "query" in parts else 0)
+        blocks = rows // (value_dim + (head_dim if "key" in parts else 0))
+    return LayerSizes(heads, blocks, head_dim, value_dim, width)
 
 
 def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int, int]:
@@ -132,26 +133,10 @@ def read_padding(layer: nn.Module, name: str) -> dict[str, Any]:
     return vars(layer.get_submodule(owner)).get(PADDING, {}).get(own, {})
 
 
-def _count_blocks(attention: AttentionLayout, layer: nn.Module, num_heads: int) -> int:
-    """Return the number of value heads of a layer."""
-    if not attention.is_grouped:
-        return num_heads
-    head_dim, value_dim = read_head_widths(attention, layer)
-    name, parts = next((name, parts) for name, parts in attention.producers.items() if "value" in parts)
-    rows = find_linear(layer, name).out_features
-    queries = num_heads * head_dim if "query" in parts else 0
-    return (rows - queries) // (value_dim + (head_dim if "key" in parts else 0))
-
-
 def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
     """Return the total number of output features of a layer's linears among ``names``."""
-    found = [module for name, module in layer.named_modules() if name in names and isinstance(module, nn.Linear)]
-    return sum(linear.out_features for linear in found)
-
-
-def read_counts(attention: nn.Module) -> dict[str, int]:
-    """Return the numbers of heads that a module stores in attributes, by name."""
-    return {name: getattr(attention, name) for name in HEAD_COUNTS if hasattr(attention, name)}
+    modules = dict(layer.named_modules())
+    return sum(linear.out_features for name in names if isinstance(linear := modules.get(name), nn.Linear))
 
 
 @contextmanager
@@ -159,9 +144,9 @@ def freeze_weights(model: nn.Module) -> Iterator[None]:
     """Disable the gradients of all weights; offloaded ones stay where they are."""
     with disable_onloading():
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
     try:
-        for parameter in learning:
-            parameter.requires_grad_(False)
         yield
     finally:
         for parameter in learning:

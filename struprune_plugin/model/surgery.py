@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
-from struprune_plugin.model.layers import find_linear, read_counts, read_padding
+from struprune_plugin.model.layers import find_linear, read_padding
+from struprune_plugin.model.structure.locate import read_counts
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import update_counts
 from struprune_plugin.runtime.residence import release_weights

@@ -1,8 +1,5 @@
-"""Measured couplings between rows and columns of the linears in one decoder layer.
-
-Every row of a linear's output is perturbed alone, in a separate batch element, and the inputs of all later linears are compared
-with those of the unperturbed layer.
-"""
+"""Measured couplings between rows and columns of the linears in one decoder layer: every row of a linear's output is perturbed
+alone, in a separate batch element, and the inputs of all later linears are compared with those of the unperturbed layer."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from struprune_plugin.model.structure.locate import list_linears
 
 COPIES = 48  # copies of the sequence: the number of rows perturbed in one forward pass
 _FAINT = 1e-4  # relative to the mean size of the inputs: a smaller change is rounding
-LINEARS = (nn.Linear, Conv1D)
 
 
 @dataclass
@@ -49,8 +46,7 @@ def watch(root: nn.Module, names: Iterable[str]) -> Iterator[list[Call]]:
 
     def begin(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            calls.append(Call(args, kwargs, name, _copy(given)))
+            calls.append(Call(args, kwargs, name, _copy(args[0] if args else kwargs.get("hidden_states"))))
 
         return hook
 
@@ -100,7 +96,6 @@ class Measured:
     """Measurements of one call of a tiny layer, or of one of its experts.
 
     :param layers: all layers of the same kind; the first is measured
-    :param call: its call
     :param inputs: inputs of the linears that are called once, on all tokens, in the order of the calls, shape [tokens, columns]
     :param outputs: outputs of the same linears, shape [tokens, rows]
     :param couplings: couplings of every linear with the later linears that it reaches, by (producer, consumer)
@@ -121,17 +116,9 @@ class Measured:
         return {name: self.couplings[name, consumer].reached for name in producers}
 
 
-def list_linears(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return all linears of a layer by name."""
-    return {name: module for name, module in layer.named_modules() if isinstance(module, LINEARS)}
-
-
 @torch.no_grad()
 def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
-    """Return the measurements of a call of the first of several layers of one kind.
-
-    :param length: number of tokens of the sequence
-    """
+    """Return the measurements of a call of the first of several layers of one kind, on a sequence of ``length`` tokens."""
     with watch(layers[0], list_linears(layers[0])) as calls:
         call.run(layers[0])
     times = Counter(each.name for each in calls)

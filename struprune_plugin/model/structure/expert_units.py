@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.model.experts import list_experts, take_apart
-from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, list_linears, measure
+from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure
 from struprune_plugin.model.structure.joins import match_streams, record_streams
-from struprune_plugin.model.structure.layout import ExpertsLayout, FFNLayout, Join, LayerLayout
+from struprune_plugin.model.structure.layout import ExpertsLayout, Join, LayerLayout
+from struprune_plugin.model.structure.locate import list_linears
 from struprune_plugin.model.structure.tiny import describe_difference
 from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.model.structure.units import read_units
@@ -30,8 +31,7 @@ def find_experts(
 ) -> list[LayerLayout]:
     """Return the layouts of the kinds of layers with their experts; the experts of the tiny model are split in place.
 
-    :param kinds: the kinds of layers
-    :param length: number of tokens of their calls' sequence
+    :param length: number of tokens of the calls' sequence
     :param run: returns the model's logits
     """
     wanted = run()
@@ -48,18 +48,15 @@ def find_experts(
                 if difference:
                     raise ValueError(f"split into linears, the experts change the logits by {difference}")
                 experts = _find_units(kind, length, name, members, run)
-                ffns = [_join_shared(ffn, experts.join, kind, length) for ffn in layout.ffns]
+                ffns = list(layout.ffns)
+                for place, ffn in enumerate(ffns):  # a shared expert is added to the sum of the others
+                    if not ffn.join.is_direct and _find_join(kind, ffn.output, length) == experts.join:
+                        ffns[place] = replace(ffn, join=experts.join)
                 layout = replace(layout, experts=experts, ffns=tuple(ffns))
             except ValueError as error:
                 layout = replace(layout, left={**layout.left, name: str(error)})
         found.append(layout)
     return found
-
-
-def _join_shared(ffn: FFNLayout, join: Join, kind: Measured, length: int) -> FFNLayout:
-    """Return a shared expert with the join of the routed experts' sum, where it is added to that sum unchanged."""
-    is_candidate = join.is_direct and not ffn.join.is_direct
-    return replace(ffn, join=join) if is_candidate and _find_join(kind, ffn.output, length) == join else ffn
 
 
 def _find_units(kind: Measured, length: int, name: str, members: Any, run: Callable[[], Tensor]) -> ExpertsLayout:
@@ -84,10 +81,7 @@ def _find_units(kind: Measured, length: int, name: str, members: Any, run: Calla
 
 
 def _find_join(kind: Measured, name: str, length: int) -> Join:
-    """Return the join of a module's output with the residual stream.
-
-    The join is direct where noise added to the output reaches the layer's output times the factor of the experts' sum.
-    """
+    """Return the join of a module's output: direct where noise added to it reaches the layer's output, up to a factor."""
     noise: list[Tensor] = []
 
     def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
@@ -110,14 +104,11 @@ def _find_join(kind: Measured, name: str, length: int) -> Join:
     scale = float((added * change).sum() / added.square().sum())
     if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
         return Join()
-    streams, made = record_streams(kind.layer, kind.call, length)
-    parts = name.split(".")
-    for end in range(
-        len(parts), 0, -1
-    ):  # the smallest block of which a stream plus its output times a factor is the layer's
-        block = ".".join(parts[:end])
-        match = match_streams(streams, [made[""]], made[block]) if block in made else None
-        if match:
+    streams, made = record_streams(kind, length)
+    block = name
+    while block:  # the smallest block of which a stream plus its output times a factor is the layer's output
+        if block in made and (match := match_streams(streams, [made[""]], made[block])):
             is_same = abs(match[1] - scale) < _EXACT * abs(scale)
             return Join(match[0], scale=match[1], is_direct=True, block=block) if is_same else Join()
+        block = block.rpartition(".")[0]
     return Join()

@@ -20,7 +20,7 @@ from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_
 from struprune_plugin.model.structure.trial_removal import find_flaw, mixes
 from struprune_plugin.model.structure.units import is_plain, list_channel_rows, read_units
 
-TOKENS = 24
+_TOKENS = 24
 _MAX_LAYERS = 1 << 12  # upper limit of a plausible configuration
 
 
@@ -36,7 +36,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
     """Return the removable structure of models of a configuration; measured once per class and configuration.
 
     :param kind: class of the model; the one that transformers' auto classes choose where None
-    :raises ValueError: no instance can be built and run
+    :raises ValueError: no instance can be built and run, or nothing in it can be removed
     """
     config = make_dense_config(config)
     try:
@@ -44,7 +44,7 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
         count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
         if not 0 < count <= _MAX_LAYERS:
             raise ValueError(f"num_hidden_layers must be in [1, {_MAX_LAYERS}], got {count}")
-        structure = prove_once("structure", kind, config, lambda: measure_structure(build_tiny(config, kind=kind)))
+        structure = prove_once("structure", kind, config, lambda: _measure_structure(build_tiny(config, kind=kind)))
     except Exception as error:  # any error of a class that is no decoder, or of a broken configuration
         raise ValueError(
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "
@@ -60,25 +60,25 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
 
 
 @torch.no_grad()
-def measure_structure(model: Any) -> Structure:
+def _measure_structure(model: Any) -> Structure:
     """Return the removable structure of a tiny instance."""
     path = locate_layers(model)
     layers = list(model.get_submodule(path).children())
-    tokens = draw_tokens(model.config, 1, TOKENS)
+    tokens = draw_tokens(model.config, 1, _TOKENS)
     calls = _record_calls(model, path, tokens.expand(COPIES, -1))
     kinds: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(describe_kind(layer), []).append(index)
+        kinds.setdefault(_describe_kind(layer), []).append(index)
 
     def run() -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
     counts = Counter(identity for layer in layers for identity in {id(p) for p in layer.parameters()})
     shared = {identity for identity, count in counts.items() if count > 1}
-    measured = [measure([layers[i] for i in alike], calls[alike[0]], TOKENS) for alike in kinds.values()]
+    measured = [measure([layers[i] for i in alike], calls[alike[0]], _TOKENS) for alike in kinds.values()]
     layouts = [_find_units(each, shared, run) for each in measured]
     kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
-    layouts = find_experts(model, measured, layouts, TOKENS, run)
+    layouts = find_experts(model, measured, layouts, _TOKENS, run)
     num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
     return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))), num_parts)
 
@@ -156,18 +156,14 @@ def _prove_attention(
     return "", replace(attention, rotates=rotates, takes_fewer_heads=fits, is_plain=plain)
 
 
-def describe_kind(layer: nn.Module) -> str:
+def _describe_kind(layer: nn.Module) -> str:
     """Return a description that distinguishes kinds of layers: classes, shapes and attributes of modules."""
     return repr([(name, type(module).__name__, *_list_facts(module)) for name, module in layer.named_modules()])
 
 
 def _list_facts(module: nn.Module) -> Iterator[Any]:
+    """Yield a module's shapes and its plain attributes, without a layer's position."""
     yield [(name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)]
     known = (int, str, bool, type(None))
     facts = {name: value for name, value in vars(module).items() if type(value) in known and name[0] != "_"}
-    yield sorted((name, repr(value)) for name, value in facts.items() if not is_position(name))
-
-
-def is_position(name: str) -> bool:
-    """Return whether an attribute of that name stores a layer's position, which does not distinguish kinds of layers."""
-    return bool({"idx", "layer"} & {*name.split("_")})
+    yield sorted((name, repr(value)) for name, value in facts.items() if not {"idx", "layer"} & {*name.split("_")})

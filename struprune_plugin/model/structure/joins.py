@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from struprune_plugin.model.structure.couplings import Call, Measured, is_whole, split_copies, watch
+from struprune_plugin.model.structure.couplings import Measured, is_whole, split_copies, watch
 from struprune_plugin.model.structure.layout import Join
 
 _EXACT = 1e-4  # relative to the difference of two streams
@@ -22,18 +22,15 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
 
     :param consumers: names in the order of computation
     """
-    outputs = measured.outputs
-    streams, made = record_streams(measured.layer, measured.call, len(next(iter(outputs.values()))))
-    later = [*streams.values(), made[""]]
-    found: dict[str, Join] = {}
+    outputs, found = measured.outputs, dict[str, Join]()
+    streams, made = record_streams(measured, len(next(iter(outputs.values()))))
     for place, consumer in enumerate(consumers):
         found[consumer] = Join()
         for other in ("", *consumers[:place], *consumers[place + 1 :]):
             if other and outputs[other].shape != outputs[consumer].shape:
                 continue
             added = outputs[consumer] + (outputs[other] if other else 0)
-            match = match_streams(streams, later, added)
-            if match:
+            if match := match_streams(streams, [*streams.values(), made[""]], added):
                 parallel = other if other in consumers[:place] else ""
                 found[consumer] = Join(match[0], parallel, match[1], is_direct=True)
                 break
@@ -54,7 +51,7 @@ def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added:
     return None
 
 
-def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def record_streams(measured: Measured, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the inputs and the outputs of a layer's submodules, each of the first call, by name, shape [tokens, d].
 
     The layer's own, of name "", come last, so that a submodule that reads the same tensor is found first. A tensor is empty where
@@ -64,8 +61,8 @@ def record_streams(layer: nn.Module, call: Call, length: int) -> tuple[dict[str,
     def take_first(seen: Tensor) -> Tensor:
         return split_copies(seen, length)[0] if is_whole(seen, length) else seen.new_zeros(0)
 
-    with watch(layer, [name for name, _ in layer.named_modules()]) as calls:
-        call.run(layer)
+    with watch(measured.layer, [name for name, _ in measured.layer.named_modules()]) as calls:
+        measured.call.run(measured.layer)
     inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()
     for each in (*calls[1:], calls[0]):
         made = each.output[0] if isinstance(each.output, (tuple, list)) else each.output

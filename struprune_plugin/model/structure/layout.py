@@ -8,8 +8,7 @@ from typing import Literal
 
 Part = Literal["query", "key", "value", "gate", "ffn"]
 Producers = Mapping[str, tuple[Part, ...]]  # linears, each with the parts of its rows in order
-Rows = Literal["", "head", "block"]
-HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes of attention modules that removed heads change
+Rows = Literal["", "head", "block"]  # order of rows: part by part, head by head, or by value heads or FFN channels
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,8 @@ class Join:
 class AttentionLayout:
     """Value channels and heads of one attention module; names are relative to the decoder layer.
 
-    :param module: the attention module
-    :param producers: linears that produce queries, keys, values and gates, each with the parts of its rows in order
     :param output: the output projection
-    :param join: how the output joins the residual stream
-    :param repeated: producers whose rows are ordered head by head or, under grouped queries, block by block; others are ordered
-        part by part
+    :param repeated: the order of producers' rows, where it is not part by part
     :param linears: all linears of the module, including those that lose nothing
     :param width_name: attribute of the module that stores the width of a head's values
     :param is_grouped: whether several query heads share one value head
@@ -69,8 +64,7 @@ class FFNLayout:
 
     :param producers: ``("ffn",)`` per linear, or ``("ffn", "ffn")`` for a fused gate and up projection; the gate comes first
     :param output: the linear that reads the channels
-    :param join: how its output joins the residual stream
-    :param alternates: whether a fused projection's rows are ordered channel by channel, gate and up rows alternating
+    :param alternates: whether gate and up rows of a fused projection alternate, channel by channel
     :param activation: its name in transformers; empty where the FFN is not ``W2 phi(W1 x)`` with a function of transformers
     """
 
@@ -87,12 +81,11 @@ class FFNLayout:
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """Channels of one mixture's experts after :func:`~struprune_plugin.model.experts.take_apart` has split them into linears.
+    """Channels of a mixture's experts after :func:`~struprune_plugin.model.experts.take_apart` has split them into linears.
 
-    :param module: the list of experts; names are relative to the decoder layer
+    :param module: the list of experts
     :param expert: layout of one expert; names are relative to the expert
-    :param join: how the sum of the experts joins the residual stream; where it is direct, the layer's output is the residual
-        stream plus the sum times a factor
+    :param join: how the sum of the experts joins the residual stream
     """
 
     module: str
@@ -151,6 +144,3 @@ class Structure:
     def __getitem__(self, index: int) -> LayerLayout:
         """Return the layout of the layer at a position."""
         return self.kinds[self.kind_of[index]]
-
-    def __len__(self) -> int:
-        return len(self.kind_of)

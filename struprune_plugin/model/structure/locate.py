@@ -1,4 +1,4 @@
-"""Position of the decoder layers in a model."""
+"""What the other rooms ask of a model: its decoder layers, its linears, its dense class, its numbers of heads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"  # of the names of pruned classes
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes of attention modules that removed heads change
 PADDING = "struprune_padding"  # attribute of a module: the padding of its narrow linears, by name
 
 
@@ -30,36 +31,41 @@ def make_dense_config(config: PreTrainedConfig) -> Any:
 
 
 def locate_layers(model: nn.Module) -> str:
-    """Return the name of the list of a model's decoder layers: the list on the text path with the most parameters.
+    """Return the name of the list of a model's decoder layers: of the lists on the text path the one with the most parameters.
 
-    Every member of the list holds a linear.
-
-    :raises ValueError: there is no such list
+    :raises ValueError: there is no list of layers that all hold a linear
     """
-    with disable_onloading():
-        sizes = {stack: sum(p.numel() for p in stack.parameters()) for stack in _list_stacks(find_decoder(model))}
-    best = max(sizes, key=lambda stack: sizes[stack], default=None)
-    if best is None:
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    stacks = (_list_stacks(decoder) if decoder is not None else []) or _list_stacks(model)
+    if not stacks:
         raise ValueError(
             f"model: it must have a list of decoder layers that hold linears, got none in {type(model).__name__}. "
             "Choose another model."
         )
+    with disable_onloading():
+        best = max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
     return next(name for name, module in model.named_modules() if module is best)
-
-
-def find_decoder(model: nn.Module) -> nn.Module:
-    """Return the module that ``get_decoder`` returns where it contains lists of layers; else the model."""
-    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
-    return decoder if decoder is not None and _list_stacks(decoder) else model
 
 
 def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
     """Return the outermost lists of modules that hold linears, without those of parts that do not process text."""
-    if isinstance(module, nn.ModuleList) and module and all(map(_holds_linear, module)):
+    if isinstance(module, nn.ModuleList) and module and all(map(list_linears, module)):
         return [module]
     parts = [part for part in module.children() if "text" in getattr(part, "input_modalities", "text")]
     return [stack for part in parts for stack in _list_stacks(part)]
 
 
-def _holds_linear(layer: nn.Module) -> bool:
-    return any(isinstance(each, (nn.Linear, Conv1D)) for each in layer.modules())
+def list_linears(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return all linears of a layer by name."""
+    return {name: module for name, module in layer.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def read_counts(attention: nn.Module) -> dict[str, int]:
+    """Return the numbers of heads that a module stores in attributes, by name."""
+    return {name: getattr(attention, name) for name in HEAD_COUNTS if hasattr(attention, name)}
+
+
+def scale_counts(attention: nn.Module, kept: int, present: int) -> None:
+    """Scale the numbers of heads that a module stores to ``kept`` of ``present`` ones."""
+    for name, count in read_counts(attention).items():
+        setattr(attention, name, count * kept // present)

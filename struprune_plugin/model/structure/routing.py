@@ -45,11 +45,7 @@ class Routing:
     counts: Sequence[tuple[str, str]]
 
     def drop(self, layer: nn.Module, experts: str, keep: Sequence[int]) -> None:
-        """Remove whole experts from a decoder layer, with their entries in its router.
-
-        :param experts: name of the list of split experts
-        :param keep: indices of kept experts, sorted
-        """
+        """Remove all experts but ``keep`` (sorted) from a decoder layer's list of split experts, and from its router."""
         members: Any = layer.get_submodule(experts)
         left = {str(place): members[index] for place, index in enumerate(keep)}
         others = {name: module for name, module in members._modules.items() if not name.isdigit()}
@@ -93,9 +89,7 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
 def find_routing(model: nn.Module) -> Routing:
     """Return the parts of a model that are removed with whole experts; measured once per class and configuration.
 
-    An instance built with fewer experts must give the same logits as an instance from which experts were removed.
-
-    :raises ValueError: the logits differ, or no key of the configuration holds the number of experts
+    :raises ValueError: an instance from which experts were removed differs from one built with fewer, or none can be built
     """
     kind, config = find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
     try:
@@ -109,17 +103,19 @@ def find_routing(model: nn.Module) -> Routing:
 
 @torch.no_grad()
 def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
-    counts = {module.num_experts for _, module in get_non_linearized_moes(build_instance(kind, small))}
+    """Find the key that sets the number of experts, and prove what goes with them.
+
+    :raises ValueError: there is no such key; the logits differ; the experts do not receive the routing
+    """
     text = vars(small.get_text_config(decoder=True))
-    keys = [name for name, value in text.items() if type(value) is int and value in counts]
     problem = "no key of the configuration gives the number of experts"
-    for key in sorted(keys, key=lambda name: "expert" not in name):
+    for key in [name for name, value in text.items() if type(value) is int and "expert" in name]:
         try:
             wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, len(_KEEP)))
         except Exception as error:  # the key may hold another size
             problem = f"{key}: {error}"
             continue
-        numbers = [{module.num_experts for _, module in get_non_linearized_moes(m)} for m in (wide, narrow)]
+        numbers = [{module.num_experts for _, module in get_non_linearized_moes(model)} for model in (wide, narrow)]
         if numbers == [{_WIDE}, {len(_KEEP)}]:
             routing = Routing(key, *_list_entries(wide))
             _prove(routing, wide, narrow)
@@ -133,14 +129,10 @@ def _build(kind: Any, small: PreTrainedConfig, key: str, number: int) -> Any:
     return build_instance(kind, changed)
 
 
-def _list_layers(model: Any) -> list[nn.Module]:
-    return list(model.get_submodule(locate_layers(model)).children())
-
-
 def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return ``tensors`` and ``counts`` of :class:`Routing`: whatever has the number of experts besides these themselves."""
     tensors, counts = dict[str, int](), dict[tuple[str, str], None]()
-    for layer in _list_layers(wide):
+    for layer in wide.get_submodule(locate_layers(wide)).children():
         packed = tuple(name for name, _ in get_non_linearized_moes(layer))
         for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
             if _WIDE in tensor.shape and name.rpartition(".")[0] not in packed:
@@ -152,13 +144,10 @@ def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
-    """Raise where a model with removed experts differs from an instance of the class built with fewer experts.
-
-    :raises ValueError: the logits differ, or the experts do not receive the routing
-    """
+    """Raise where a model with removed experts differs from an instance of the class built with fewer experts."""
     tokens, given = draw_tokens(wide.config, 2, 24), set[int]()
     take_apart(wide)
-    for layer in _list_layers(wide):
+    for layer in wide.get_submodule(locate_layers(wide)).children():
         for name, members in list_experts(layer):
             routing.drop(layer, name, _KEEP)
             members.register_forward_pre_hook(lambda _module, args: given.add(len(args)))

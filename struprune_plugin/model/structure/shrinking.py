@@ -1,7 +1,4 @@
-"""Copies of configurations with reduced sizes, by a table of the keys that classes use for sizes and a few rules.
-
-Layers, patterns, activations, scales, caps and flags do not change.
-"""
+"""Copies of configurations with reduced sizes, by a table of the keys that classes use for sizes and a few rules."""
 
 from __future__ import annotations
 
@@ -47,12 +44,10 @@ _TABLE = {  # size in the tiny instance -> keys that classes use for it
     "index_n_heads indexer_n_heads indexer_kv_heads o_groups n_groups mamba_n_groups mamba_ngroups linear_num_key_heads "
     "linear_num_heads heads_per_ngram",
 }
-SIZES = {name: size for size, names in _TABLE.items() for name in names.split()}
-LAYER_KEYS = (
-    "num_hidden_layers depth num_layers layers encoder_layers num_blocks conf_num_hidden_layers num_global_layers"
-)
-TOWER_SIZES = SIZES | dict.fromkeys(LAYER_KEYS.split(), 2)  # outside the decoder, number of layers too
-TOWER_SIZES |= {"image_size": 56, "num_position_embeddings": 64, "window_size": 10**9, "chunk_size": 10**9}
+_SIZES = {name: size for size, names in _TABLE.items() for name in names.split()}
+_LAYERS = "num_hidden_layers depth num_layers layers encoder_layers num_blocks conf_num_hidden_layers num_global_layers"
+_TOWER_SIZES = _SIZES | dict.fromkeys(_LAYERS.split(), 2)  # outside the decoder, number of layers too
+_TOWER_SIZES |= {"image_size": 56, "num_position_embeddings": 64, "window_size": 10**9, "chunk_size": 10**9}
 _PART = re.compile(r"(attn|attention|ffn|moe|ssm)_config$")  # dictionaries that belong to the decoder's values
 _TOWER = re.compile(r"vision|audio|speech|image|video|encoder_config|vq_config|perceiver")
 _HIDDEN_KEYS = tuple(_TABLE[HIDDEN].split()[:8])
@@ -68,37 +63,34 @@ _NAMES = {
 }
 _HEADS_KEYS, _KV_KEYS, _SCALED_KEYS, _HEAD_KEYS, _MAMBA_HEAD_KEYS = (tuple(names.split()) for names in _NAMES.values())
 _HEADS_OF = {"codegen": 8, "mimo_v2_flash": 8, "xlstm": 4}  # four groups; twice the key heads where windows slide; 2ⁿ
-_DROPOUT = re.compile(r"drop(out|layer)?(_p|_prob|_rate)?$|dropout|_pdrop$|layerdrop|resid_drop|embd_drop")
 
 
 def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy whose sizes are reduced so that an instance has about 10⁵ to 10⁶ parameters.
 
-    Sizes differ from each other where the class allows it. Sizes that are already smaller do not change, so that shrinking is
-    idempotent. Per-layer lists keep their lengths. The original does not change.
+    Sizes differ from each other where the class allows it. Smaller ones do not change, so that shrinking is idempotent. Layers,
+    patterns, activations, scales, caps and flags stay, and per-layer lists keep their lengths.
     """
     small = copy.deepcopy(config)
     _shrink(small, {}, {}, tower=False)
-    ids: dict[int, int] = {}
-    for node in walk_parts(small):
-        cut_special_tokens(node, find_vocabulary(small), ids)
+    _cut_special_tokens(small)
     return small
 
 
 def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> None:
     """Reduce the sizes of one configuration, or of one dictionary in it, and of those nested in it."""
-    own = dict(list_values(node))
+    own = dict(_list_values(node))
     old = ChainMap(own, {"model_type": getattr(node, "model_type", "")}, dict(old_outer))
     changes: dict[str, Any] = {}
     new = ChainMap(changes, own, dict(new_outer))
-    for name, size in (TOWER_SIZES if tower else SIZES).items():
+    for name, size in (_TOWER_SIZES if tower else _SIZES).items():
         if name in own:
             changes[name] = _cut(own[name], size)
-    for rule in (_cut_heads, _cut_head_sizes, _cut_state_space, _cut_rest):
+    for rule in (_cut_heads, _cut_head_sizes, _cut_state_space, _cut_groups):
         rule(old, new)
     for name, value in changes.items():
         if name in own and value != own[name]:
-            set_value(node, name, value)
+            _set_value(node, name, value)
     if own.pop("quantization_config", None) is not None:
         vars(node).pop("quantization_config")
     scale = _rotary_size(new) / _rotary_size(old)
@@ -135,16 +127,15 @@ def _shrink_layers(node: Any, own: dict[str, Any], old: Values, new: Values) -> 
     before = [dict(layer) for layer in layers]
     for layer in layers:
         _shrink(layer, old, new, tower=False)
-    for name in {
-        name for layer in before for name in layer if isinstance(layer[name], int) and "key_value" not in name
-    }:
+    names = {name for layer in before for name, size in layer.items() if isinstance(size, int)}
+    for name in {name for name in names if "key_value" not in name}:
         sizes = {was[name]: layer[name] for was, layer in zip(before, layers, strict=True) if name in was}
         sizes = _keep_apart({own[name]: vars(node)[name], **sizes} if isinstance(own.get(name), int) else sizes)
         for was, layer in zip(before, layers, strict=True):
             if name in was:
                 layer[name] = sizes[was[name]]
         if own.get(name) in sizes:
-            set_value(node, name, sizes[own[name]])
+            _set_value(node, name, sizes[own[name]])
 
 
 def _cut_heads(old: Values, new: Changes) -> None:
@@ -170,9 +161,8 @@ def _cut_heads(old: Values, new: Changes) -> None:
         keys = ("swa_num_attention_heads",) if name.startswith("swa_") else _HEADS_KEYS
         heads, fewer, kv = find_first(old, keys), find_first(new, keys), old.get(name)
         if heads > fewer and kv:
-            few = [
-                fewer if n >= heads else 1 if n == 1 or fewer % 2 else 2 for n in (kv if isinstance(kv, list) else [kv])
-            ]
+            each = kv if isinstance(kv, list) else [kv]
+            few = [fewer if count >= heads else 1 if count == 1 or fewer % 2 else 2 for count in each]
             new[name] = few if isinstance(kv, list) else few[0]
     for name in _SCALED_KEYS:
         if isinstance(old.get(name), int):
@@ -228,20 +218,13 @@ def _cut_state_space(old: Values, new: Changes) -> None:
         new[size] = inner // new[heads]
 
 
-def _cut_rest(old: Values, new: Changes) -> None:
-    """Reduce grouped routing to at most two groups of experts, of which one is selected; set dropouts to zero; clamp lists of a
-    tower's layer indices to its reduced number of layers."""
+def _cut_groups(old: Values, new: Changes) -> None:
+    """Reduce grouped routing to at most two groups of experts, of which one is selected."""
     for name, few in (("n_group", 2), ("num_expert_group", 2), ("topk_group", 1)):
         if isinstance(old.get(name), int):
             new[name] = min(old[name], few)
     if old.get("topk_group") and old.get("topk_group") == old.get("n_group"):
         new["topk_group"] = new["n_group"]
-    for name, value in old.items():
-        if _DROPOUT.search(name) and isinstance(value, float):
-            new[name] = 0.0
-    indices, last = old.get("intermediate_layers_indices"), find_first(new, ("num_hidden_layers",)) - 1
-    if isinstance(indices, list):
-        new["intermediate_layers_indices"] = [min(index, last) for index in indices]
 
 
 def _cut_rope(rope: dict[str, Any], scale: float) -> None:
@@ -256,10 +239,7 @@ def _cut_rope(rope: dict[str, Any], scale: float) -> None:
             rope[name] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# -- parts of a configuration -----------------------------------------------------------------------------------
-
-
-def list_values(node: Any) -> dict[str, Any]:
+def _list_values(node: Any) -> dict[str, Any]:
     """Return a node's values by name, as stored, including per-layer attributes that the configuration itself refuses to return."""
     return node if isinstance(node, dict) else vars(node)
 
@@ -267,12 +247,12 @@ def list_values(node: Any) -> dict[str, Any]:
 def walk_parts(node: Any) -> Iterator[Any]:
     """Yield a configuration and the configurations nested in it."""
     yield node
-    for value in list(list_values(node).values()):
+    for value in list(_list_values(node).values()):
         if isinstance(value, PreTrainedConfig):
             yield from walk_parts(value)
 
 
-def set_value(node: Any, name: str, value: Any) -> None:
+def _set_value(node: Any, name: str, value: Any) -> None:
     node.__setitem__(name, value) if isinstance(node, dict) else setattr(node, name, value)
 
 
@@ -284,15 +264,14 @@ def find_first(values: Values, names: tuple[str, ...]) -> int:
 
 def find_vocabulary(config: PreTrainedConfig) -> int:
     """Return the size of a configuration's vocabulary."""
-    sizes = [
-        find_first(list_values(node), ("vocab_size", "padded_vocab_size"))
-        for node in walk_parts(config.get_text_config())
-    ]
-    return next((size for size in sizes if size), VOCABULARY)
+    parts = map(_list_values, walk_parts(config.get_text_config()))
+    sizes = (find_first(values, ("vocab_size", "padded_vocab_size")) for values in parts)
+    return next(filter(None, sizes), VOCABULARY)
 
 
-def cut_special_tokens(node: Any, vocabulary: int, ids: dict[int, int]) -> None:
+def _cut_special_tokens(config: PreTrainedConfig) -> None:
     """Replace special token ids outside the vocabulary by ids at its end, the same one for the same token."""
+    vocabulary, ids = find_vocabulary(config), dict[int, int]()
 
     def cut(value: Any) -> Any:
         if isinstance(value, list):
@@ -301,6 +280,7 @@ def cut_special_tokens(node: Any, vocabulary: int, ids: dict[int, int]) -> None:
             return value
         return ids.setdefault(value, max(vocabulary - 1 - len(ids), 0))
 
-    for name, value in list(list_values(node).items()):
-        if SPECIAL_TOKEN.search(name) and isinstance(value, (int, list)):
-            set_value(node, name, cut(value))
+    for node in walk_parts(config):
+        for name, value in list(vars(node).items()):
+            if SPECIAL_TOKEN.search(name) and isinstance(value, (int, list)):
+                setattr(node, name, cut(value))

@@ -13,29 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocabulary, shrink_config, walk_parts
 
 _CLOSE = 1e-5  # relative to the largest logit: a larger difference is no rounding
-_LABELS = [
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "disable_custom_kernels",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-]
+_LABELS = "_name_or_path architectures auto_map disable_custom_kernels dtype transformers_version use_cache"
 _PROVED: dict[str, Any] = {}
 Proof = TypeVar("Proof")
 
 
 def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callable[[], Proof]) -> Proof:
-    """Return what a proof on tiny instances returns; run once per class and configuration in a process.
-
-    :param what: distinguishes the proofs of a class
-    :param config: the configuration, in any size
-    """
+    """Return what a proof on tiny instances returns; run once per proof (``what``), class and configuration in a process."""
 
     def drop_labels(values: Any) -> Any:
-        is_node = isinstance(values, dict)
-        return {n: drop_labels(value) for n, value in values.items() if n not in _LABELS} if is_node else values
+        if not isinstance(values, dict):
+            return values
+        return {name: drop_labels(value) for name, value in values.items() if name not in _LABELS.split()}
 
     facts = json.dumps(drop_labels(shrink_config(config).to_dict()), sort_keys=True, default=str)
     key = f"{what} {kind.__module__}.{kind.__name__} {facts}"
@@ -55,11 +44,8 @@ def find_auto_class(config: PreTrainedConfig) -> Any:
     known = [
         auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping
     ]
-    named = [
-        auto
-        for auto in known
-        if {kind.__name__ for kind in _list_classes(auto, config)} & {*(config.architectures or [])}
-    ]
+    names = config.architectures or []
+    named = [auto for auto in known if any(kind.__name__ in names for kind in _list_classes(auto, config))]
     return (named or known or [AutoModelForCausalLM])[0]
 
 
@@ -93,8 +79,6 @@ def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedMod
     Float32, on the CPU, in eval mode, with eager attention. Norms, biases, gates and the like vary around their initial
     values, so that nothing is zero or one by chance of initialisation. Torch's random state does not change.
 
-    :param seed: random seed of the weights
-    :param kind: as in :func:`find_class`
     :raises ValueError: as :func:`find_class` does
     """
     return build_instance(*find_class(shrink_config(config), kind), seed)
@@ -116,10 +100,7 @@ def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrai
 
 
 def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0) -> Tensor:
-    """Return random token ids for an instance, shape [rows, length], int64, without special tokens (padding, image and so on).
-
-    :param config: configuration of the instance
-    """
+    """Return random token ids for an instance, shape [rows, length], int64, without special tokens (padding, image and so on)."""
     values = [(name, value) for part in walk_parts(config) for name, value in vars(part).items()]
     found = [value if isinstance(value, list) else [value] for name, value in values if SPECIAL_TOKEN.search(name)]
     special = {one for several in found for one in several}
@@ -135,7 +116,8 @@ def _vary(model: nn.Module) -> None:
         if parameter.is_floating_point():
             noise, values = torch.randn_like(parameter), parameter.nan_to_num(0.0)
             if id(parameter) in linears or (parameter.dim() > 1 and _is_random(values)):
-                parameter.copy_(noise / _fan_in(parameter) ** 0.5)
+                fan_in = max(parameter.shape[1:]) if parameter.dim() in (2, 3) else parameter[0].numel()
+                parameter.copy_(noise / fan_in**0.5)
             else:
                 parameter.copy_(values + 0.1 * noise)
     saved = model.state_dict()
@@ -148,7 +130,3 @@ def _vary(model: nn.Module) -> None:
 def _is_random(values: Tensor) -> bool:
     """Return whether initial values are zero or noise around zero, and not a pattern."""
     return values.numel() == 0 or (abs(values.mean().item()) <= 0.1 and values.abs().max().item() <= 6.0)
-
-
-def _fan_in(parameter: Tensor) -> int:
-    return max(parameter.shape[1:]) if parameter.dim() in (2, 3) else parameter[0].numel()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.structure.layout import HEAD_COUNTS, Part
+from struprune_plugin.model.structure.layout import Part
+from struprune_plugin.model.structure.locate import scale_counts
 from struprune_plugin.model.structure.tiny import describe_difference
 
 
@@ -23,7 +24,7 @@ def find_flaw(
     heads: tuple[str, int] | None = None,
     slices: bool = True,
 ) -> str:
-    """Return why units of one module are not removable, about a third of them; empty where they are.
+    """Return why units of one module are not removable; empty where they are.
 
     With a column go the rows that reach columns that go, and no others.
 
@@ -56,7 +57,7 @@ def find_flaw(
                 for name, lost in rows.items():
                     _slice(layer.get_submodule(name), rows=~lost)
                 if heads:
-                    _lower_counts(layer.get_submodule(heads[0]), heads[1])
+                    scale_counts(layer.get_submodule(heads[0]), heads[1] - 1, heads[1])
             is_same = not describe_difference(run(), wanted)
             return "" if is_same else "removing its rows changes more than zeros in their place do"
         except Exception as error:  # any error of a module that relies on its width
@@ -119,10 +120,3 @@ def _slice(linear: Any, rows: Tensor | slice = slice(None), columns: Tensor | sl
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias[rows])
     setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", len(weight))
-
-
-def _lower_counts(attention: Any, blocks: int) -> None:
-    """Lower the numbers of heads that a module stores by those of one of its value heads."""
-    for name in HEAD_COUNTS:
-        if hasattr(attention, name):
-            setattr(attention, name, getattr(attention, name) * (blocks - 1) // blocks)

@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.activations import ACT2FN
 
-from struprune_plugin.model.structure.couplings import Coupling, Measured, list_linears
+from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Part, Rows
+from struprune_plugin.model.structure.locate import list_linears
 
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2", "tanh", "sigmoid")
 _MOST = 0.6  # fraction of the columns
 _WIDTH_NAMES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
-Labels = Mapping[str, list[tuple[Part, int]]]  # by producer, what each row is, see _label_rows
+Labels = dict[str, list[tuple[Part, int]]]  # by producer, what each row is, see _label_rows
 
 
 def read_units(measured: Measured) -> LayerLayout:
@@ -79,7 +80,10 @@ def _find_activation(measured: Measured, ffn: FFNLayout) -> FFNLayout:
         split = rows.unflatten(-1, (-1, count)).unbind(-1) if ffn.alternates else rows.chunk(count, -1)
         parts += [(name, part) for part in split]
     wanted = measured.inputs[ffn.output]
-    for name in _list_activations(measured.layer) if len(parts) <= 2 else ():
+    configs = [vars(module).get("config") for module in measured.layer.modules()]
+    values = [value for config in configs if config is not None for value in vars(config).values()]
+    named = [value for value in values if isinstance(value, str) and value in ACT2FN]
+    for name in dict.fromkeys([*named, *_ACTIVATIONS]) if len(parts) <= 2 else ():
         for first, second in ((parts[0], parts[-1]), (parts[-1], parts[0])):
             given = ACT2FN[name](first[1]) * (second[1] if len(parts) == 2 else 1)
             if torch.allclose(given.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5):
@@ -88,14 +92,6 @@ def _find_activation(measured: Measured, ffn: FFNLayout) -> FFNLayout:
                 producers = {producer: ffn.producers[producer] for producer in order}
                 return replace(ffn, producers=producers, activation="" if fused_wrong or ffn.alternates else name)
     return ffn
-
-
-def _list_activations(layer: nn.Module) -> list[str]:
-    """Return the names of activations in the layer's configuration, and the usual ones."""
-    configs = [vars(module).get("config") for module in layer.modules()]
-    values = [value for config in configs if config is not None for value in vars(config).values()]
-    named = [value for value in values if isinstance(value, str) and value in ACT2FN]
-    return list(dict.fromkeys([*named, *_ACTIVATIONS]))
 
 
 # -- attention ----------------------------------------------------------------------------------------------------
@@ -111,8 +107,7 @@ def _read_values(measured: Measured, thin: Mapping[str, Coupling], consumer: str
             if heads == repeats:
                 labels |= _find_shared(measured, consumer, labels, heads)
                 labels = {name: labels[name] for name in measured.inputs if name in labels}
-            layout = _lay_out(labels, heads, repeats, width)
-            if layout is not None:
+            if layout := _lay_out(labels, heads, repeats, width):
                 producers, repeated = layout
                 linears = [name for name in list_linears(measured.layer) if name in measured.inputs]
                 groups = [c.reached.unflatten(1, (-1, repeats * width)).any(2).sum(1) for c in thin.values()]
@@ -144,13 +139,13 @@ def _list_widths(measured: Measured, linears: list[str]) -> Iterator[tuple[str, 
                 yield name, own, known[own]
 
 
-def _find_shared(measured: Measured, consumer: str, labels: Labels, heads: int) -> dict[str, list[tuple[Part, int]]]:
+def _find_shared(measured: Measured, consumer: str, labels: Labels, heads: int) -> Labels:
     """Return the labels of keys that all heads share, whose rows reach every column, and of a single head's queries; their linears
     lie in the module of the linear that produces the values, and are as wide as one head's queries."""
     beside = {name.rpartition(".")[0] for name, rows in labels.items() if rows[0][0] == "value"}
     parts = {part for rows in labels.values() for part, _ in rows}
     wide = {len(rows) // heads for rows in labels.values() if {part for part, _ in rows} == {"query"}}
-    found: dict[str, list[tuple[Part, int]]] = {}
+    found: Labels = {}
     for (name, second), coupling in measured.couplings.items():
         part: Part = "key" if coupling.later.any() else "query"
         size = len(coupling.reached)
@@ -180,16 +175,12 @@ def _label_rows(coupling: Coupling, repeats: int, width: int) -> list[tuple[Part
 
 
 def list_channel_rows(measured: Measured, attention: AttentionLayout, width: int) -> list[tuple[str, Part, Tensor]]:
-    """Return the rows of every producer that produce values or gates, channel by channel.
-
-    :param width: width of a head's values
-    :return: (producer, part, indices of shape [heads or value heads, width])
-    """
+    """Return (producer, part, indices of shape [heads or value heads, width]) of the rows that produce values or gates."""
     heads = measured.inputs[attention.output].shape[-1] // width
     couplings = {name: measured.couplings[name, attention.output] for name in attention.producers}
     for repeats in _list_divisors(heads):
         labels = {name: _label_rows(coupling, repeats, width) for name, coupling in couplings.items()}
-        if _lay_out(labels, heads, repeats, width) is not None:
+        if _lay_out(labels, heads, repeats, width):
             break
     found: list[tuple[str, Part, Tensor]] = []
     for name, rows in labels.items():
@@ -208,10 +199,10 @@ def _lay_out(
     if values != [*range(blocks * width)]:
         return None
     fits = {name: _fit_rows(rows, blocks, heads) for name, rows in labels.items()}
-    if not all(fits.values()):
+    known = {name: fit for name, fit in fits.items() if fit}
+    if len(known) < len(fits):
         return None
-    producers = {name: fit[0] for name, fit in fits.items() if fit}
-    return producers, {name: fit[1] for name, fit in fits.items() if fit and fit[1]}
+    return {name: fit[0] for name, fit in known.items()}, {name: fit[1] for name, fit in known.items() if fit[1]}
 
 
 def _fit_rows(rows: list[tuple[Part, int]], blocks: int, heads: int) -> tuple[tuple[Part, ...], Rows] | None:
@@ -221,26 +212,18 @@ def _fit_rows(rows: list[tuple[Part, int]], blocks: int, heads: int) -> tuple[tu
         if places != [*range(len(places))]:
             return None
     repeats: tuple[tuple[Rows, int], ...] = (("", 1), ("block", blocks), ("head", heads))
+    kinds = [part for part, _ in rows]
     for repeat, runs in repeats:
         per_run = len(rows) // runs
-        split = [_find_segments(rows[start : start + per_run]) for start in range(0, len(rows), per_run or 1)]
-        parts = tuple(part for part, _ in split[0])
-        if len(rows) % runs == 0 and len({*parts}) == len(parts) and all(each == split[0] for each in split):
+        parts = tuple(part for part, _ in itertools.groupby(kinds[:per_run]))
+        if kinds == kinds[:per_run] * runs and len({*parts}) == len(parts):
             return parts, repeat if runs > 1 else ""
     return None
 
 
-def _find_segments(rows: list[tuple[Part, int]]) -> list[tuple[Part, int]]:
-    """Return (part, length) of the runs of rows with the same part."""
-    return [(part, len(list(group))) for part, group in itertools.groupby(part for part, _ in rows)]
-
-
 @torch.no_grad()
 def is_plain(measured: Measured, attention: AttentionLayout) -> bool:
-    """Return whether attention is plain: the softmax of scaled products of queries and keys, without position encodings.
-
-    The output projection's input then equals that formula, applied to the outputs of the producers.
-    """
+    """Return whether the output projection's input is the softmax of scaled products of queries and keys, times values."""
     kinds = sorted(attention.producers.values())
     if attention.is_grouped or attention.repeated or kinds != [("key",), ("query",), ("value",)]:
         return False

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from struprune_plugin.model.layers import find_linear, measure_layer, read_counts, read_padding
+from struprune_plugin.model.layers import find_linear, measure_layer, read_padding
 from struprune_plugin.model.structure.layout import FFNLayout, LayerLayout, Part, Rows
+from struprune_plugin.model.structure.locate import scale_counts
 from struprune_plugin.model.units.group import UnitGroup, UnitKind
 
 FFN = UnitKind("ffn", ("ffn",), is_ffn=True)
@@ -85,9 +86,7 @@ def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
                 if part in group.unit.parts:
                     segment[1] = segment[1] * num_keep // group.num_units
     if group.unit is HEAD and not read_padding(layer, group.consumer):
-        attention = layer.get_submodule(group.attention)
-        for name, count in read_counts(attention).items():
-            setattr(attention, name, count * num_keep // group.num_units)
+        scale_counts(layer.get_submodule(group.attention), num_keep, group.num_units)
 
 
 def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:

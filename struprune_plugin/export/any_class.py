@@ -26,13 +26,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def keep_offload(module: nn.Module) -> Iterator[None]:
-    """Unwrap the offloading of a module's forward pass during the block, so that its class and forward function can change.
-
-    The forward function of a linear that a later quantiser has wrapped stays: no class of a linear here changes it.
-    """
+    """Unwrap the offloading of a module's forward pass during the block, so that its class and forward function can change."""
     with unwrap_offload_forward(module):
         yield
-        if not (isinstance(module, nn.Linear) and hasattr(module, "quantization_scheme")):
+        if not (isinstance(module, nn.Linear) and hasattr(module, "quantization_scheme")):  # a quantiser has wrapped it
             module.__dict__.pop("forward", None)
 
 
@@ -54,14 +51,11 @@ def restore_conv1d(model: nn.Module) -> None:
 
 
 def adopt_padding(layer: nn.Module, name: str, padding: Any) -> None:
-    """Let the module around a linear, sliced or about to be sliced, handle the dense width of it from now on.
+    """Let the module around a linear of a decoder layer handle the dense width of it from now on.
 
-    :param layer: a decoder layer
-    :param name: name of the linear in it
     :param padding: ``pad`` and ``narrow`` of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`
     """
-    owner_name, _, own = name.rpartition(".")
-    owner = layer.get_submodule(owner_name)
+    owner, own = modeling.find_owner(layer, name)
     with keep_offload(owner):
         modeling.adopt_padding(owner, own, padding)
 
@@ -118,18 +112,14 @@ def share_config(model: nn.Module, old: Any, new: Any) -> None:
 
 
 def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a dense model of a class, with its weights on the meta device.
-
-    :param config: configuration of the dense class; it is copied
-    """
+    """Return a dense model of a class and configuration, with its weights on the meta device."""
     with torch.device("meta"):
         return kind._from_config(copy.deepcopy(config))
 
 
 def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
-    """Return the layout of a sliced model: all that differs from its dense class.
+    """Return the layout of a sliced model: all that differs from its dense class in the list ``layers`` of decoder layers.
 
-    :param layers: name of the list of decoder layers
     :raises ValueError: another tensor differs
     """
     dense = build_dense(find_stock(type(model)), make_dense_config(model.config))
@@ -145,8 +135,7 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
     if any(parameters):
         layout["parameters"] = [*parameters]
     modeling.fit_layers(dense, layout)
-    problems = list_differences(list_shapes(model), list_shapes(dense))
-    if problems:
+    if problems := list_differences(list_shapes(model), list_shapes(dense)):
         raise ValueError(f"{problems[0]}. Only linears of decoder layers may be cut.")
     return layout
 

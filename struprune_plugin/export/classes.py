@@ -5,30 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from struprune_plugin.export import modeling_struprune as modeling
 
 PRUNED_PREFIX = "struprune_"  # prefix of the model_type of a pruned model
-_AUTO_CLASSES = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-)
+_TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")  # heads on the pruned trunk
+_AUTO_CLASSES = [transformers.AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText]
+_AUTO_CLASSES += [getattr(transformers, f"AutoModelFor{task}") for task in _TASKS]
 
 
 class _PrunedConfigs(dict):

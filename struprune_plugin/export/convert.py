@@ -17,18 +17,8 @@ from compressed_tensors.utils import patch_attr
 from loguru import logger
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from struprune_plugin.export import any_class
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.any_class import (
-    adopt_padding,
-    build_dense,
-    copy_settings,
-    describe_layout,
-    grow_padded,
-    keep_offload,
-    replace_conv1d,
-    restore_conv1d,
-    share_config,
-)
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
 from struprune_plugin.export.stock_config import list_sizes, make_uniform_config
@@ -55,11 +45,7 @@ _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 
 def check_attention_unit(model: PreTrainedModel, attention_unit: str) -> None:
-    """Raise where units of attention cannot be removed: heads, or value channels of what an earlier run has pruned.
-
-    :raises ValueError: heads are coupled with each other; value channels are gone before heads, or heads that zeros stand for
-        before value channels
-    """
+    """Raise ValueError where heads are coupled, or value channels and heads would go from the same attention by turns."""
     attentions = [(layer, layout.attention) for layer, layout in find_layouts(model) if layout.attention]
     problem = ""
     if attention_unit == "head":
@@ -80,9 +66,7 @@ def check_attention_unit(model: PreTrainedModel, attention_unit: str) -> None:
 def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
     """Let the modules around linears that will lose value channels, or heads that the class counts, handle the dense width.
 
-    The model's function does not change. FFNs, and heads of classes that count none, need no padding.
-
-    :param groups: groups to be pruned
+    FFNs, and heads of classes that count none, need no padding.
     """
     layouts = find_layouts(model)
     for group in groups:
@@ -90,7 +74,7 @@ def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
         counts_heads = layout.attention is not None and not layout.attention.takes_fewer_heads
         if (group.unit is VALUE or (group.unit is HEAD and counts_heads)) and not read_padding(layer, group.consumer):
             for name, padding in describe_padding(group).items():
-                adopt_padding(layer, name, padding)
+                any_class.adopt_padding(layer, name, padding)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
@@ -100,7 +84,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     """
     pack_experts(model)
     old: Any = model.config
-    layout = describe_layout(model, find_structure(model).layers)
+    layout = any_class.describe_layout(model, find_structure(model).layers)
     config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
     if is_custom(model):
         config.__class__, model_class, auto_map = derive_beside(model)
@@ -111,20 +95,16 @@ def adopt_config(model: PreTrainedModel) -> None:
         _state_sizes(config, model, make_dense_config(old))
         auto_map = name_auto_classes(config)
     config.auto_map = auto_map
-    share_config(model, old, config)
-    with keep_offload(model):
+    any_class.share_config(model, old, config)
+    with any_class.keep_offload(model):
         model.__class__ = model_class
     config.architectures = [model_class.__name__]
 
 
 def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
-    """State a model's sizes by the stock configuration's own keys, too, for engines that read them.
-
-    :param config: pruned configuration with its layout; changed in place
-    :param dense: configuration of the dense model
-    """
-    twin = build_dense(find_stock(type(model)), dense)
-    replace_conv1d(twin)
+    """State a model's sizes in its pruned configuration by the dense one's own keys, too, for engines that read them."""
+    twin = any_class.build_dense(find_stock(type(model)), dense)
+    any_class.replace_conv1d(twin)
     key, widths = _find_expert_widths(model, dense, twin)
     if len(set(widths.values())) == 1:  # all layers have it
         config.layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
@@ -146,11 +126,7 @@ def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
 
 
 def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> dict[int, dict[str, int]]:
-    """Return every layer's numbers of heads and FFN width, by the keys that the dense model's configuration has for them.
-
-    :param twin: the dense model
-    :return: empty where layers of the dense model have sizes of their own, and for wrappers
-    """
+    """Return every layer's numbers of heads and FFN width, by the dense configuration's keys, where it has one value for each."""
     if dense.get_text_config(decoder=True) is not dense or dense.is_heterogeneous:
         return {}
     stated, known = dict[int, dict[str, int]](), dense.to_dict()
@@ -165,12 +141,7 @@ def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel
 
 
 def _find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedModel) -> tuple[str, dict[int, int]]:
-    """Return the key of the text configuration that holds the width of packed experts, and the present widths by layer.
-
-    Engines build their kernels for experts by that key. Empty where there are no packed experts, or no such key.
-
-    :param twin: the dense model
-    """
+    """Return the key by which engines build kernels for packed experts, empty where there is none, and the widths by layer."""
     text = dense.get_text_config(decoder=True)
     with disable_onloading():
         now, before = (
@@ -188,20 +159,17 @@ def _find_expert_widths(model: PreTrainedModel, dense: Any, twin: PreTrainedMode
 
 
 def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Convert a model whose layers all have the sizes of a stock configuration to the stock class.
-
-    Padded linears grow to these sizes, experts are packed.
-    """
+    """Convert a model whose layers all have a stock configuration's sizes to the stock class; padding grows, experts are packed."""
     pack_experts(model)
     old: Any = model.config
-    grow_padded(model)
-    restore_conv1d(model)
-    copy_settings(old, config)
+    any_class.grow_padded(model)
+    any_class.restore_conv1d(model)
+    any_class.copy_settings(old, config)
     parts = [(old, config), *((getattr(old, key, None), getattr(config, key, None)) for key in config.sub_configs)]
     for before, after in parts:
         if before is not None:
-            share_config(model, before, after)
-    with keep_offload(model):
+            any_class.share_config(model, before, after)
+    with any_class.keep_offload(model):
         model.__class__ = find_stock(type(model))
     config.architectures = [type(model).__name__]
     if is_custom(model):  # saved with its original code
@@ -210,10 +178,7 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def finish_model(model: PreTrainedModel, uniform: bool) -> None:
-    """Give a sliced model its pruned class or, if all its layers have one size, its stock class again.
-
-    :raises ValueError: as :func:`adopt_config`
-    """
+    """Give a sliced model its pruned class or, if all its layers have one size, its stock class again."""
     if uniform:
         adopt_stock(model, make_uniform_config(model))
     else:
@@ -232,10 +197,7 @@ def carry_files(source: str, output: Path) -> None:
 
 @contextmanager
 def keep_generation_settings() -> Iterator[None]:
-    """Let models be saved with the generation settings that they came with, also if transformers warns of them.
-
-    LLaMA-2's have a temperature without sampling, for one.
-    """
+    """Let models be saved with the generation settings that they came with, also if transformers warns of them, as of LLaMA-2's."""
     inner = GenerationConfig.validate
 
     def validate(self: GenerationConfig, strict: bool = False, **kwargs: Any) -> None:

@@ -16,22 +16,16 @@ from struprune_plugin.model.layers import LayerSizes
 from struprune_plugin.storage.checkpoint import load_tokenizer
 
 FILE_NAME = "model.gguf"
-ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
-FILE_TYPES = {
-    torch.float32: ("F32", 0),
-    torch.float16: ("F16", 1),
-    torch.bfloat16: ("BF16", 32),
-}  # type name and llama.cpp's number
+_ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
+_FILE_TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}  # llama.cpp's names
 _LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|"  # start of its expression
 
 
 def check_gguf(config: Any, tokenizer: Path) -> None:
-    """Raise where a model cannot be written as a GGUF file, before any work.
+    """Raise ValueError where a model cannot be written as a GGUF file, before any work.
 
     :param config: configuration of the dense model
     :param tokenizer: its ``tokenizer.json``
-    :raises ValueError: the model has another type, rotary positions or biases that the architecture lacks, llama.cpp has no name
-        for the tokenizer's splitting, or the library is missing
     """
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, wanted, got in (
@@ -43,7 +37,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
     ):
         if got != wanted:
             raise ValueError(
-                f"gguf: {name} must be {wanted!r}, which llama.cpp's {ARCHITECTURE} architecture computes, got {got!r}. "
+                f"gguf: {name} must be {wanted!r}, which llama.cpp's {_ARCHITECTURE} architecture computes, got {got!r}. "
                 "Convert to uniform-padded, and try llama.cpp's own converter."
             )
     _name_splitting(_read_tokenizer(tokenizer))
@@ -52,18 +46,13 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
 
 
 def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) -> None:
-    """Write a model whose values are as wide as its keys, with its tokenizer, in its dtype.
-
-    :param config: configuration of the dense model
-    :param source: folder of the tokenizer
-    :param output: file to write
-    """
+    """Write a model whose values are as wide as its keys to a file, in its dtype, with the tokenizer of the folder ``source``."""
     import gguf
 
-    writer, sizes = gguf.GGUFWriter(output, ARCHITECTURE), list_sizes(model)
-    write_sizes(writer, config, sizes)
+    writer, sizes = gguf.GGUFWriter(output, _ARCHITECTURE), list_sizes(model)
+    _write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
-    kind, number = FILE_TYPES[model.dtype]
+    kind, number = _FILE_TYPES[model.dtype]
     writer.add_file_type(number)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
     for name, weight in model.named_parameters():  # a tied head is listed once
@@ -84,8 +73,7 @@ def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def write_sizes(writer: Any, config: Any, sizes: Sequence[LayerSizes]) -> None:
-    """Write a model's sizes to a file's metadata, including those per layer."""
+def _write_sizes(writer: Any, config: Any, sizes: Sequence[LayerSizes]) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(sizes))
@@ -107,10 +95,7 @@ def _read_tokenizer(path: Path) -> dict[str, Any]:
 
 
 def _name_splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for a tokenizer's splitting of text before merges.
-
-    :raises ValueError: the tokenizer is not a byte-level BPE, or its splitting is not known here
-    """
+    """Return llama.cpp's name for a tokenizer's splitting of text before merges; ValueError where it is not known here."""
     split = tokenizer.get("pre_tokenizer") or {}
     steps = split.get("pretokenizers", [split])
     kinds = [step.get("type") for step in steps]

@@ -1,11 +1,8 @@
 """Decoder models whose linears are narrower than the dense model's; saved with every checkpoint, needs transformers >= 5.15 alone.
 
-``StruPruneLlamaForCausalLM`` and similar classes are created on first access from transformers' own classes of the same name
-without the prefix. Every linear is an ordinary ``nn.Linear`` of its narrow shape. Where the module around it handles the dense
-width, such as values of a head, the module's stock forward pass runs on a :class:`View` of the module, in which that linear pads
-its output or reads a part of its input. No forward pass is written anew: arguments, caches, masks and kernels are the stock class'.
-
-The configuration is the dense model's with one addition, ``layout``.
+``StruPruneLlamaForCausalLM`` and similar classes are created on first access from transformers' own, whose forward passes run:
+where a module handles the dense width, such as values of a head, on a :class:`View` of it, in which narrow linears pad their output
+or read a part of their input. The configuration is the dense model's with one addition, ``layout``.
 """
 
 from __future__ import annotations
@@ -71,9 +68,6 @@ class Layout(TypedDict, total=False):
     states_sizes: bool
 
 
-# -- classes ------------------------------------------------------------------------------------------------------
-
-
 def __getattr__(name: str) -> Any:
     if name.startswith(PREFIX) and hasattr(transformers, name.removeprefix(PREFIX)):
         return derive_class(name)
@@ -110,10 +104,9 @@ def derive_class(name: str) -> Any:
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
-    """Return the pruned class of a class whose code came with its checkpoint.
+    """Return the pruned class, for the module of that name, of a class whose code came with its checkpoint.
 
     :param stock: the original configuration class or model class
-    :param module: name of the module that will contain the new class
     :param config_class: for a model class, the class of its pruned configuration
     """
     if config_class is not None:
@@ -138,9 +131,8 @@ def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any
         varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
         return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
 
-    members = {"__init__": __init__, "config_class": config_class, **members}
-    members["_get_static_cache_init_shape"] = _get_static_cache_init_shape
-    made = type(PREFIX + stock.__name__, (stock,), members)
+    own = {"__init__": __init__, "_get_static_cache_init_shape": _get_static_cache_init_shape}
+    made = type(PREFIX + stock.__name__, (stock,), {"config_class": config_class, **own, **members})
     return made
 
 
@@ -157,10 +149,7 @@ def make_dense_config(config: Any) -> Any:
 
 @contextmanager
 def dense_sizes(config: Any) -> Iterator[None]:
-    """Let the configuration state the dense model's sizes during the block, for stock code, which reads one value of each key.
-
-    :raises ValueError: another version of this file wrote the layout
-    """
+    """Let the configuration state the dense model's sizes during the block, for stock code, which reads one value of each key."""
     text, layout = config.get_text_config(decoder=True), config.layout or {}
     if layout.get("version") != VERSION:
         raise ValueError(
@@ -182,9 +171,6 @@ def dense_sizes(config: Any) -> Iterator[None]:
             config.per_layer_config = stated
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------
-
-
 def fit_layers(model: Any, layout: Layout) -> None:
     """Give a dense model, with its head or without, fresh or on the meta device, the sizes and the padding of a layout."""
     if layout.get("conv1d"):
@@ -201,17 +187,17 @@ def fit_layers(model: Any, layout: Layout) -> None:
     for layer, linears, counts, parameters in zip(layers, *found, strict=True):
         for name, said in linears.items():
             _resize(layer.get_submodule(name), *said["shape"])
-            if "pad" in said or "narrow" in said:
-                adopt_padding(*_find_owner(layer, name), {key: said[key] for key in ("pad", "narrow") if key in said})
+            if padding := {key: said[key] for key in ("pad", "narrow") if key in said}:
+                adopt_padding(*find_owner(layer, name), padding)
         for name, count in counts.items():
-            setattr(*_find_owner(layer, name), count)
+            setattr(*find_owner(layer, name), count)
         for name, shape in parameters.items():
-            owner, own = _find_owner(layer, name)
+            owner, own = find_owner(layer, name)
             old = getattr(owner, own)
             setattr(owner, own, nn.Parameter(old.new_empty(shape), old.requires_grad))
 
 
-def _find_owner(layer: Any, name: str) -> tuple[Any, str]:
+def find_owner(layer: Any, name: str) -> tuple[Any, str]:
     """Return the module that holds an attribute of a layer, and the attribute's name in it."""
     owner, _, own = name.rpartition(".")
     return layer.get_submodule(owner), own
@@ -236,14 +222,9 @@ def replace_conv1d(model: Any) -> None:
             module.out_features, module.in_features = module.nf, module.nx
 
 
-# -- padding ------------------------------------------------------------------------------------------------------
-
-
 def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
     """Set the padding of one of a module's linears; from now on the module's stock code runs on a :class:`View` of it.
 
-    :param owner: the module whose code calls the linear
-    :param name: name of the linear in it
     :raises ValueError: no method of the class reads a linear of that name, so that a view would change nothing
     """
     if not any(name in inspect.unwrap(method).__code__.co_names for method in list_methods(type(owner)).values()):
@@ -288,7 +269,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         module = self._module
         if name in module.struprune_padding:
-            return functools.partial(run_padded, getattr(module, name), module.struprune_padding[name])
+            return functools.partial(_run_padded, getattr(module, name), module.struprune_padding[name])
         if name in module.stock_methods and name not in module.__dict__:  # its other methods see the view, too
             return functools.partial(module.stock_methods[name], self)
         return getattr(module, name)
@@ -297,7 +278,7 @@ class View:
         setattr(self._module, name, value)
 
 
-def run_padded(linear: Any, padding: LinearLayout, states: torch.Tensor) -> torch.Tensor:
+def _run_padded(linear: Any, padding: LinearLayout, states: torch.Tensor) -> torch.Tensor:
     """Return the output of a narrow linear for an input of the dense width, in the dense width."""
     made = linear(narrow(states, padding["narrow"]) if "narrow" in padding else states)
     return pad(made, padding["pad"]) if "pad" in padding else made
@@ -314,7 +295,7 @@ def narrow(states: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def _change_heads(states: torch.Tensor, form: Form, given: int, wanted: int) -> torch.Tensor:
-    """Return states with heads of another width; ``given`` and ``wanted`` are the places of the widths in a segment."""
+    """Return states with heads of another width; ``given`` and ``wanted`` are the widths' places in a segment."""
     segments = form["segments"]
     pieces = list(states.unflatten(-1, (form["blocks"], -1)).split([each[0] * each[given] for each in segments], -1))
     for place, each in enumerate(segments):

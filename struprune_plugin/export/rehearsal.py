@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
+from compressed_tensors.utils import patch_attr
 from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,21 +32,16 @@ from struprune_plugin.runtime.distributed import compute_on_rank0
 
 
 def rehearse(
-    model: PreTrainedModel,
-    attention_unit: AttentionUnit,
-    prune_ffn: bool,
-    prune_experts: bool = False,
+    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool = False
 ) -> None:
     """Prune, save and load a tiny instance of a model's class, once per class, configuration and kinds of units.
 
     The logits must agree between a layer-by-layer and a whole run, between removal of a third of the units and zeros in their
     place, before saving and after loading, and with a cache: to 1e-5 of the largest logit, in float32.
 
-    :param attention_unit: as in :func:`~struprune_plugin.model.units.find_groups`, like the others
     :raises ValueError: the logits do not agree
     """
     config, kind = make_dense_config(model.config), find_stock(type(model))
-    units = (attention_unit, prune_ffn, prune_experts)
 
     def run() -> None:
         tiny = build_tiny(config, kind=kind)
@@ -64,14 +59,12 @@ def rehearse(
                 f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
             ) from error
 
+    units = (attention_unit, prune_ffn, prune_experts)
     prove_once(units, kind, config, lambda: compute_on_rank0(run))  # only the first process can save
 
 
 def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
-    """Return whether the rehearsal also succeeds with pruning of experts; where it does not, the log reports that they stay whole.
-
-    Parameters and errors as in :func:`rehearse`.
-    """
+    """Return whether the rehearsal also succeeds with pruning of experts; where it does not, they stay whole, as the log says."""
     try:
         rehearse(model, attention_unit, prune_ffn, True)
     except ValueError as error:
@@ -99,7 +92,8 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     wanted = run(tiny)
     _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
     adopt_config(tiny)
-    with tempfile.TemporaryDirectory() as folder, _hide_bars():
+    bars = patch_attr(transformers_logging, "_tqdm_active", False)  # they would speak of it as of the user's model
+    with tempfile.TemporaryDirectory() as folder, bars:
         tiny.save_pretrained(folder)
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
@@ -123,33 +117,15 @@ def _run_cached(model: Any, tokens: Tensor) -> Tensor:
     return torch.cat(logits, 1)
 
 
-@contextmanager
-def _hide_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in the block: they would speak of the tiny instance as of the user's model."""
-    is_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_shown:
-            transformers_logging.enable_progress_bar()
-
-
 def _pick_two_thirds(group: UnitGroup) -> Tensor:
     """Return the kept units of a group, shape [kept], int64: two thirds, the same number per block."""
-    per_block = group.num_units // group.num_blocks
-    units = torch.arange(group.num_units)
+    per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
     return units[(units % per_block % 3 != 1) | (per_block == 1)]
 
 
 @torch.no_grad()
 def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Raise where layer-by-layer runs on recorded calls do not give the model's own logits.
-
-    :param model: a small model in float32: all of it runs
-    :param batches: batches with and without padding
-    :raises ValueError: the logits differ, or as in :func:`~struprune_plugin.layerwise.ends.enter_layers`
-    """
+    """Raise ValueError where layer-by-layer runs of a small model on recorded calls do not give the model's own logits."""
     context, flows = DeviceContext(), []
     for step in stream_layers(model, batches, context, ""):
         flows = list(step.flows)

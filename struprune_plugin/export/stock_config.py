@@ -18,11 +18,7 @@ from struprune_plugin.export.any_class import (
     release_heads,
 )
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import (
-    LayerSizes,
-    find_layouts,
-    measure_layer,
-)
+from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.units.group import UnitGroup
 
@@ -46,10 +42,7 @@ def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
-    """Return whether a model's layers are those of its stock class, or all have the same sizes, values as wide as keys.
-
-    Layers where the dense class has no FFN or no attention are ignored for that size.
-    """
+    """Return whether a model's layers are those of its stock class, or all have the same sizes, values as wide as keys."""
     sizes = list_sizes(model) if is_pruned(type(model)) else []
     widths = {size.width for size in sizes if size.width}
     heads = {replace(size, width=0) for size in sizes if size.num_heads}
@@ -59,19 +52,16 @@ def are_layers_alike(model: PreTrainedModel) -> bool:
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
     """Return the groups without those FFNs whose width no key of the stock configuration sets, which are not pruned.
 
-    Where one key sets the width of experts and of another FFN beside them (DeepSeek V3), the two are tied.
+    One key sets the width of FFNs with the same name and width, and one that of all experts. Where one sets the width of experts
+    and of another FFN beside them (DeepSeek V3), the two are tied.
 
-    :param groups: all groups of a model; one key sets the width of FFNs with the same name and width, and one that of all experts
     :raises ValueError: no group is left
     """
     alike: dict[tuple[str, int], list[UnitGroup]] = {}
     for group in groups:
         if group.unit.is_ffn:
             alike.setdefault((group.experts or group.consumer, group.num_units), []).append(group)
-    fixed: dict[str, str] = {}
-    for members in alike.values():
-        if problem := _find_obstacle(model, members):
-            fixed |= {group.name: problem for group in members}
+    fixed = {group.name: problem for m in alike.values() if (problem := _find_obstacle(model, m)) for group in m}
     beside = [group for group in groups if group.name in fixed]
     if any(group.experts for group in beside) and not _find_obstacle(model, beside):
         groups = [replace(group, tie="experts") if group.name in fixed else group for group in groups]
@@ -93,7 +83,7 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
 def _find_obstacle(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> str:
     """Return why no key of the stock configuration sets the common width of FFNs; empty where one does."""
     try:
-        find_stock_config(model, shapes=list_narrower(model, groups))
+        find_stock_config(model, shapes=_list_narrower(model, groups))
     except ValueError as error:
         return str(error)
     return ""
@@ -108,11 +98,8 @@ def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, 
     num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
     if not num_heads or num_heads == dense.num_attention_heads:
         return {}
-    return {
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": sizes.head_dim,
-    }
+    counts = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+    return counts | {"head_dim": sizes.head_dim}
 
 
 def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
@@ -144,8 +131,8 @@ def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[Pre
         copy_settings(dense, config)
         return build_dense(find_stock(type(model)), config), config
     except Exception as error:  # any error of a class on sizes that it was not written for
-        problem = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{type(dense).__name__}: must take {dict(changes)}, got {problem}")
+        told = f"{type(dense).__name__}: must take {dict(changes)}, got {type(error).__name__}: {error}"
+        raise ValueError(told) from None
 
 
 def find_stock_config(
@@ -163,7 +150,8 @@ def find_stock_config(
     text = config.get_text_config(decoder=True).to_dict()
     plain = {name: value for name, value in _PLAIN.items() if name in text}
     problems = list_differences(shapes, before)
-    for old, new in _list_changes(before, shapes):
+    pairs = (pair for name, shape in before.items() for pair in zip(shape, shapes.get(name, shape), strict=True))
+    for old, new in sorted({(old, new) for old, new in pairs if old != new}):
         named = [name for name, value in text.items() if value == old and type(value) is int]
         unnamed = [name for name, value in text.items() if value is None or (plain and type(value) is int)]
         unnamed = [name for name in unnamed if name not in named]
@@ -183,13 +171,7 @@ def find_stock_config(
     return config
 
 
-def _list_changes(before: Shapes, after: Shapes) -> list[tuple[int, int]]:
-    """Return the pairs of sizes that differ between tensors of the same names."""
-    pairs = (pair for name, shape in before.items() for pair in zip(shape, after.get(name, shape), strict=True))
-    return sorted({(old, new) for old, new in pairs if old != new})
-
-
-def list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
+def _list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
     """Return a model's stock shapes with half the channels in the FFNs of ``groups``."""
     experts = {f"{group.layer_name}.{group.experts}" for group in groups if group.experts}
     shapes = list_stock_shapes(model) | list_packed_shapes(model, experts)

@@ -1,8 +1,5 @@
-"""Experts of a mixture as separate linears, and packed again at their new width.
-
-Transformers stores all experts of a layer in a few tensors of three dimensions. llm-compressor splits them into linears, and
-writes a linear's weights back to its place.
-"""
+"""Experts of a mixture: split by llm-compressor from transformers' few tensors of three dimensions into linears, and packed again
+at their new width."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ _PACKED = "_struprune_packed"  # attribute of split experts: the original module
 
 @dataclass(frozen=True)
 class _Packed:
-    """Module from which experts were split.
+    """Module from which experts were split, without their tensors.
 
-    :param module: the module without the tensors that hold the experts
     :param shapes: shapes of these tensors, without the axis of the experts
     :param width: channels of an expert in them
     """
@@ -53,9 +49,7 @@ class _Packed:
 
 def list_experts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, module) of every list of split experts in a decoder layer."""
-    for name, module in layer.named_modules():
-        if isinstance(module, LinearExperts2D):
-            yield name, module
+    yield from ((name, module) for name, module in layer.named_modules() if isinstance(module, LinearExperts2D))
 
 
 @contextmanager
@@ -84,7 +78,10 @@ def _run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
 
 def take_apart(model: nn.Module) -> None:
     """Split the experts of a model into linears where llm-compressor supports the class; the model's function does not change."""
-    for name, packed in _list_packed(model):
+    held = [(name, module) for name, module in model.named_modules() if "down_proj" in module._parameters]
+    one_of_each = nn.ModuleList({type(module): module for _, module in held}.values())  # parsing their source is slow
+    known = {type(module) for _, module in get_non_linearized_moes(one_of_each)}
+    for name, packed in [(name, module) for name, module in held if type(module) in known]:
         kind = LinearExperts2D.get_linear_experts_cls(type(packed))
         down = packed.down_proj
         width = down.shape[1 if kind.is_transposed else 2]
@@ -103,17 +100,6 @@ def take_apart(model: nn.Module) -> None:
         if _PACKED not in vars(made) and hasattr(made, "_source_experts_cls"):  # split by llm-compressor itself
             with torch.device("meta"):
                 _remember(made, made._source_experts_cls(made._source_config))
-
-
-def _list_packed(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of packed experts that llm-compressor supports.
-
-    llm-compressor parses the source of a class, so each class is checked once.
-    """
-    held = [(name, module) for name, module in model.named_modules() if "down_proj" in module._parameters]
-    one_of_each = nn.ModuleList({type(module): module for _, module in held}.values())
-    known = {type(module) for _, module in get_non_linearized_moes(one_of_each)}
-    return [(name, module) for name, module in held if type(module) in known]
 
 
 class _SizedConfig:
@@ -160,10 +146,7 @@ def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict
 
 @torch.no_grad()
 def pack_experts(model: nn.Module) -> None:
-    """Pack experts that :func:`take_apart` split, at their present width; the model's function does not change.
-
-    Experts with a quantisation scheme stay linears, the form in which llm-compressor saves them.
-    """
+    """Pack split experts at their present width; those with a quantisation scheme stay linears, as llm-compressor saves them."""
     for name, experts in [found for found in list_experts(model) if _PACKED in vars(found[1])]:
         if any(hasattr(module, "quantization_scheme") for module in experts.modules()):
             continue

@@ -39,12 +39,8 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
-    """Return the number of parameters of all linears of the modules that hold units: the base of ``sparsity``.
-
-    Biases count, parameters that a quantiser later in the recipe has added do not.
-
-    :param experts: whether experts of a mixture are pruned and therefore counted
-    """
+    """Return the number of parameters of all linears of the modules that hold units, with or without experts: the base of
+    ``sparsity``. Biases count, parameters that a quantiser later in the recipe has added do not."""
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
         modules += [layer.get_submodule(name) for name in layout.list_linears()]

@@ -1,7 +1,6 @@
 """In-place shrinking of modules, from kept indices and re-solved weights.
 
-Every shape change is an ``nn.Parameter`` assignment: llm-compressor stores parameters in offload caches, where an in-place
-change or ``.data =`` would be lost.
+Every change assigns an ``nn.Parameter``: in llm-compressor's offload caches an in-place change or ``.data =`` would be lost.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ def slice_group(
 ) -> None:
     """Remove all units but ``keep`` from a decoder layer, and set the consumer's new weights.
 
-    :param layer: the decoder layer of ``group``
     :param keep: sorted kept units, shape [kept], int64; the same number per block
-    :param weight: new weights of the consumer, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to
-        its dtype
-    :param producers: new weights of producing linears, by name, kept rows only, bias last; a linear without an entry keeps its old
-        rows
+    :param weight: the consumer's, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype
+    :param producers: new weights of producing linears, by name, kept rows only, bias last; others keep their old rows
     """
     keep = keep.cpu()
     for name in group.producers:
@@ -52,7 +48,7 @@ def slice_group(
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
-    """Restore the shapes from before :func:`slice_group`: add the removed units as zeros; the layer's function does not change.
+    """Undo the shapes of :func:`slice_group`, with zeros for the removed units; the layer's function does not change.
 
     :param group: the group before the units were removed
     :param keep: sorted present units, shape [kept], int64
@@ -69,13 +65,11 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
 def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
     """Rotate every head's values in the producing and the consuming linear; the layer's function does not change.
 
-    :param group: a group whose units may be rotated
     :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
     """
     (name,) = group.producers
     set_weight(find_linear(layer, name), rotate_producer(layer, group, basis))
-    columns = rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit)
-    set_consumer(layer, group, columns)
+    set_consumer(layer, group, rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit))
 
 
 def rotate_producer(
@@ -83,8 +77,7 @@ def rotate_producer(
 ) -> Tensor:
     """Return the weights of the linear that produces the values, value rows rotated, shape [rows, columns + 1], float64, bias last.
 
-    Parameters as in :func:`rotate_group`.
-
+    :param basis: as in :func:`rotate_group`
     :param fetch: moves weights to the device of the rotation
     """
     (name,) = group.producers
@@ -98,10 +91,7 @@ def rotate_producer(
 def mask_group(
     layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Set columns of a dense layer to zero, so that it computes the same function as after :func:`slice_group`.
-
-    Parameters as in :func:`slice_group`. Shapes do not change, so that masked and physical results can be compared.
-    """
+    """Set columns of a dense layer to zero, so that it computes what it does after :func:`slice_group`, in its old shapes."""
     for name, new in (producers or {}).items():
         rows = append_bias(*read_weight(find_linear(layer, name)))
         rows[group.find_kept_rows(name, keep).to(rows.device)] = new.to(rows)
@@ -112,19 +102,13 @@ def mask_group(
 
 
 def read_weight(linear: nn.Linear, fetch: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of a linear, onloaded where they are offloaded, detached.
-
-    :param fetch: applied to both, for instance to move them; detaches where None
-    """
+    """Return weight and bias of a linear, onloaded where they are offloaded, detached or as ``fetch`` returns them."""
     fetch = fetch or Tensor.detach
     return fetch(linear.weight), None if linear.bias is None else fetch(linear.bias)
 
 
 def read_consumer(layer: nn.Module, group: UnitGroup, fetch: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64.
-
-    :param fetch: moves them to the wanted device
-    """
+    """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64, where ``fetch`` moves them."""
     weight, bias = read_weight(find_linear(layer, group.consumer), fetch)
     return append_bias(group.to_unit_order(weight), bias)
 
@@ -164,12 +148,8 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """Host copy of the parts of a decoder layer that pruning changes.
-
-    :param linears: (weight, bias) by name
-    :param counts: sizes that attention modules store in attributes, by name of the module
-    :param padding: see :func:`~struprune_plugin.model.layers.read_padding`, by name of the linear
-    """
+    """Host copy of what pruning changes in a decoder layer: (weight, bias) of linears, numbers of heads of attention modules, and
+    the padding of linears, see :func:`~struprune_plugin.model.layers.read_padding`, each by name."""
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
     counts: dict[str, dict[str, int]]
@@ -177,7 +157,7 @@ class LayerCopy:
 
 
 def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
-    """Return a host copy of the linears of a decoder layer's groups, and of the sizes that their attention modules store."""
+    """Return a host copy of the parts of a decoder layer that pruning of its groups changes."""
 
     def hold(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
@@ -199,10 +179,7 @@ def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
 
 
 def check_sliceable(layer: nn.Module, group: UnitGroup) -> None:
-    """Raise where a group's linears cannot be sliced.
-
-    :raises ValueError: a module is not a plain linear, or is already quantised
-    """
+    """Raise ValueError where one of a group's linears is none, or is already quantised."""
     for name in (*group.producers, group.consumer):
         linear = find_linear(layer, name)
         status = getattr(linear, "quantization_status", None)

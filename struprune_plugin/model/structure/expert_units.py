@@ -60,10 +60,7 @@ def find_experts(
 
 
 def _find_units(kind: Measured, length: int, name: str, members: Any, run: Callable[[], Tensor]) -> ExpertsLayout:
-    """Return the layout of the experts of one kind of layer.
-
-    :raises ValueError: the experts have no removable channels
-    """
+    """Return the layout of the experts of one kind of layer; ValueError where they have no removable channels."""
     width: Any = next(iter(list_linears(members[0]).values())).in_features
     tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))
     measured = measure([members[0]], Call((tokens.repeat(COPIES, 1),), {}), _TOKENS)

@@ -84,10 +84,7 @@ def _measure_structure(model: Any) -> Structure:
 
 
 def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
-    """Return the call of every layer.
-
-    :raises ValueError: the layers do not run in their order, each once
-    """
+    """Return the call of every layer; ValueError where they do not run in their order, each once."""
     names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
     with watch(model, names) as calls:
         model(input_ids=tokens, use_cache=False)
@@ -101,11 +98,7 @@ def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
 
 
 def _find_units(measured: Measured, shared: set[int], run: Callable[[], Tensor]) -> LayerLayout:
-    """Return the proved units of a kind of layer, with their joins; see :func:`find_flaw`.
-
-    :param shared: ids of the parameters that several layers share
-    :param run: returns the model's logits
-    """
+    """Return the proved units of a kind of layer, with their joins; ``shared`` are ids of parameters that several layers share."""
     layout = read_units(measured)
     modules: list[AttentionLayout | FFNLayout] = [*([layout.attention] if layout.attention else []), *layout.ffns]
     chained = {name for module in modules for name in module.producers}

@@ -97,8 +97,9 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
     for name, value in own.items():
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             _cut_rope(value, scale)
-        elif name == "_heterogeneity_spec":
-            _shrink_layers(node, own, old, new)
+        elif name == "_heterogeneity_spec":  # of transformers' per_layer_config
+            for layer in value.per_layer_overrides.values():
+                _shrink(layer, old, new, tower=False)
         elif isinstance(value, PreTrainedConfig) or (isinstance(value, dict) and name.endswith("_config")):
             outer = (old, new) if _PART.match(name) else ({}, {})
             _shrink(value, *outer, tower or bool(_TOWER.search(name)))
@@ -106,36 +107,13 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
 
 def _cut(value: Any, size: int) -> Any:
     """Return ``value`` limited to ``size``; in a list the smallest value is limited, and different values stay different."""
-    if isinstance(value, (list, tuple)):
-        few = _keep_apart({part: _cut(part, size) for part in value if isinstance(part, int)})
-        return type(value)(few[part] if isinstance(part, int) else part for part in value)
-    return min(value, size) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _keep_apart(sizes: dict[int, int]) -> dict[int, int]:
-    """Return the reduced sizes, by original size, such that different sizes stay different and in order."""
-    last = None
-    for size in sorted(sizes):
-        step = 16 if sizes[size] >= 80 else 8 if sizes[size] > 8 else 2
-        last = sizes[size] = min(size, max(sizes[size], last + step)) if last is not None else sizes[size]
-    return sizes
-
-
-def _shrink_layers(node: Any, own: dict[str, Any], old: Values, new: Values) -> None:
-    """Reduce per-layer overrides (transformers' ``per_layer_config``) such that layers with different sizes still differ."""
-    layers = own["_heterogeneity_spec"].per_layer_overrides.values()
-    before = [dict(layer) for layer in layers]
-    for layer in layers:
-        _shrink(layer, old, new, tower=False)
-    names = {name for layer in before for name, size in layer.items() if isinstance(size, int)}
-    for name in {name for name in names if "key_value" not in name}:
-        sizes = {was[name]: layer[name] for was, layer in zip(before, layers, strict=True) if name in was}
-        sizes = _keep_apart({own[name]: vars(node)[name], **sizes} if isinstance(own.get(name), int) else sizes)
-        for was, layer in zip(before, layers, strict=True):
-            if name in was:
-                layer[name] = sizes[was[name]]
-        if own.get(name) in sizes:
-            _set_value(node, name, sizes[own[name]])
+    if not isinstance(value, (list, tuple)):
+        return min(value, size) if isinstance(value, int) and not isinstance(value, bool) else value
+    few, last = dict[int, int](), -size
+    for part in sorted({part for part in value if isinstance(part, int)}):
+        least = _cut(part, size)
+        last = few[part] = min(part, max(least, last + (16 if least >= 80 else 8 if least > 8 else 2)))
+    return type(value)(few[part] if isinstance(part, int) else part for part in value)
 
 
 def _cut_heads(old: Values, new: Changes) -> None:

@@ -42,10 +42,7 @@ def read_units(measured: Measured) -> LayerLayout:
 
 
 def _find_thin(measured: Measured, consumer: str) -> dict[str, Coupling]:
-    """Return the linears that have a row which reaches only a part of a consumer's columns.
-
-    Others reach it through the residual stream or a norm, and so all columns but those that an activation holds at zero.
-    """
+    """Return the linears with a row that reaches only a part of a consumer's columns; others reach it by the residual stream."""
     found = {first: coupling for (first, second), coupling in measured.couplings.items() if second == consumer}
     shares = {name: coupling.reached.float().mean(1) for name, coupling in found.items()}
     return {name: found[name] for name, share in shares.items() if share[share > 0].min() < _MOST}

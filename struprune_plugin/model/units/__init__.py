@@ -1,9 +1,4 @@
-"""Coupled units of every decoder layer.
-
-A *unit* is the smallest removable structure: an FFN channel, an attention head (under grouped-query attention a KV head
-with its query heads), or one value channel of one value head. A *group* is all units of one module that share a
-consuming linear: the linear whose input columns are removed with them (``fc2``, ``o_proj``). Its producing linears lose the
-matching output rows.
+"""Groups of coupled units of every decoder layer.
 
 All code outside ``struprune_plugin.model`` sees the consumer's columns in *unit order*: the columns of one unit are adjacent.
 """
@@ -37,8 +32,6 @@ def find_groups(
 ) -> list[UnitGroup]:
     """Return the groups of coupled units to prune, in the order in which the model computes them, those beside experts last.
 
-    :param attention_unit: ``head`` (method.md section 1), ``value_channels`` (the same number per head) or
-        ``none``
     :param targets: names of consuming linears, exact or ``re:<pattern>``, as in llm-compressor's recipes
     :param ignore: the same, for linears that are not pruned
     :param prune_experts: whether channels of experts are pruned; the experts have been split
@@ -59,12 +52,8 @@ def find_groups(
                 f"{field}: {target!r} must match the consuming linear of a module to prune, got no match "
                 f"({len(groups)} candidates, the first is {groups[0].name!r}). Correct the name or the pattern."
             )
-    chosen = [
-        group
-        for group in groups
-        if any(match_name(group.name, target) for target in targets)
-        and not any(match_name(group.name, target) for target in ignore)
-    ]
+    chosen = [group for group in groups if any(match_name(group.name, target) for target in targets)]
+    chosen = [group for group in chosen if not any(match_name(group.name, target) for target in ignore)]
     if not chosen:
         raise ValueError(
             "targets: at least one module must be left to prune, got none "
@@ -84,10 +73,7 @@ def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
 
 
 def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:
-    """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per head.
-
-    Under grouped-query attention a head is a KV head with its query heads.
-    """
+    """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per (KV) head."""
     group = describe_heads(layout, layer)
     parts = []
     for name in group.producers:

@@ -16,7 +16,7 @@ from struprune_plugin.model.structure.layout import Join, Part, Producers, Rows
 class UnitKind:
     """Kind of units.
 
-    :param name: name in recipes and manifests
+    :param name: in recipes and manifests
     :param parts: parts of producers whose rows belong to units; rows of other parts are never removed
     :param is_ffn: whether units belong to the FFN, else to attention; groups of one module kind are allocated together
     :param splits_heads: whether a unit is a channel of a head, else a whole head or an FFN channel
@@ -39,18 +39,11 @@ class UnitGroup:
     ``mlp.gate_proj`` and ``mlp.up_proj`` [11008, 4096] lose the rows of the same channels; num_units is 11008, unit_cost
     3 * 4096, and the consumer's output is added to the input of ``post_attention_layernorm`` (``join.residual``).
 
-    :param unit: the kind of the units
-    :param producers: linears that lose rows, each with the parts of its rows in order
-    :param consumer: the linear that loses columns
-    :param join: how the consumer's output joins the residual stream
     :param num_units: number of present units
     :param part_rows: number of rows per part: of one value head and the query heads that share it, or of one FFN channel
-    :param layer_index: position of the decoder layer
-    :param layer_name: full name of the decoder layer
     :param unit_cost: parameters that removing one unit frees
     :param num_blocks: number of equal runs of units that each keep the same number: the value heads for value channels, else 1
-    :param columns_per_unit: number of the consumer's input columns per unit
-    :param repeated: producers whose rows are ordered head by head, or by value heads or FFN channels (``block``), not part by part
+    :param repeated: the order of producers' rows, where it is not part by part
     :param rotates: whether the units of a block may be rotated into each other first
     :param attention: name of the attention module; empty for the FFN
     :param experts: name of the list of experts that contains the module; empty elsewhere
@@ -78,7 +71,7 @@ class UnitGroup:
 
     @property
     def name(self) -> str:
-        """Full name of the consuming linear, used by targets in recipes and in messages."""
+        """Full name of the consuming linear."""
         return f"{self.layer_name}.{self.consumer}"
 
     @property
@@ -105,12 +98,11 @@ class UnitGroup:
 
     @property
     def heads_per_block(self) -> int:
-        """Number of query heads of attention that share one value head."""
+        """Number of query heads that share one value head."""
         return self.part_rows["gate"] // self.part_rows["value"]
 
     @property
     def expert_index(self) -> int:
-        """Index of the expert that a group belongs to."""
         return int(self.consumer.removeprefix(f"{self.experts}.").partition(".")[0])
 
     def find_row_owners(self, producer: str) -> Tensor:
@@ -130,7 +122,7 @@ class UnitGroup:
         return torch.cat([owner.reshape(runs, -1) for owner in owners], 1).flatten()
 
     def count_rows(self, producer: str) -> int:
-        """Return the number of rows of a producing linear per unit."""
+        """Return the number of a producing linear's rows per unit."""
         return int((self.find_row_owners(producer) == 0).sum())
 
     def find_kept_rows(self, producer: str, keep: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def describe_heads(layout: LayerLayout, layer: nn.Module) -> UnitGroup:
 
 
 def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-    """Update the sizes that attention knows, its padding and its numbers of heads, to the number of units that its linears hold."""
+    """Update an attention module's padding and its numbers of heads to the units that its linears hold."""
     for name, parts in {**group.producers, group.consumer: group.unit.parts}.items():
         for form in read_padding(layer, name).values():
             for part, segment in zip(parts, form["segments"], strict=False):
@@ -93,7 +93,6 @@ def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:
     """Return the padding, by linear, with which stock attention sees heads of the dense width, or as many heads as before.
 
     :param group: value channels or heads, none of which is removed yet
-    :return: as :func:`~struprune_plugin.model.layers.read_padding` returns it
     """
     is_split, blocks = group.unit.splits_heads, group.num_blocks if group.unit.splits_heads else group.num_units
     heads, width = blocks * group.heads_per_block, group.part_rows["value"] if is_split else group.num_columns

@@ -16,9 +16,7 @@ from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.model.structure.locate import find_stock
 
 FILE_NAME = "modeling_struprune_custom"
-_HEAD = '''"""The pruned classes of the code beside this file, made by struprune_plugin."""
-
-'''
+_HEAD = '"""The pruned classes of the code beside this file, made by struprune_plugin."""\n'
 
 
 def is_custom(model: PreTrainedModel) -> bool:
@@ -29,7 +27,7 @@ def is_custom(model: PreTrainedModel) -> bool:
 def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, str]]:
     """Write the module that derives a model's pruned classes next to transformers' cached copy of the model's own module.
 
-    Saving the model then copies this file and the files that it imports, which include the model's own, unchanged.
+    Saving the model then copies this file and those that it imports, the model's own among them, unchanged.
 
     :returns: the classes of configuration and model, and the configuration's ``auto_map``
     :raises ValueError: the classes did not come with a checkpoint
@@ -46,11 +44,11 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
     folder = Path(str(sys.modules[kind.__module__].__file__)).parent
     _bring(Path(str(sys.modules[config.__module__].__file__)), folder)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
-    lines = [f"from {_name_source(each)} import {each.__name__}" for each in classes]
+    lines = [_HEAD, *(f"from {_name_source(each)} import {each.__name__}" for each in classes)]
     lines += ["from .modeling_struprune import derive_custom", ""]
     lines += [f"{_name(config)} = derive_custom({config.__name__}, __name__)"]
     lines += [f"{_name(each)} = derive_custom({each.__name__}, __name__, {_name(config)})" for each in classes[1:]]
-    (folder / f"{FILE_NAME}.py").write_text(_HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"{FILE_NAME}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     importlib.invalidate_caches()
     made: Any = importlib.import_module(f"{package}.{FILE_NAME}")
     return _register(made, classes, getattr(model.config, "auto_map", None) or {})
@@ -85,5 +83,4 @@ def _name(kind: type) -> str:
 
 
 def _name_source(kind: type) -> str:
-    """Return the module name from which the written module imports a class."""
     return "transformers" if kind.__module__.startswith("transformers.") else f".{kind.__module__.rpartition('.')[2]}"

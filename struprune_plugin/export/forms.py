@@ -9,16 +9,10 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from struprune_plugin.export import stock_config
 from struprune_plugin.export.any_class import grow_padded, release_heads, replace_conv1d
 from struprune_plugin.export.convert import adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
-from struprune_plugin.export.stock_config import (
-    build_stock,
-    can_hold_heads,
-    change_heads,
-    find_stock_config,
-    list_sizes,
-)
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
@@ -66,25 +60,24 @@ def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bo
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:
-    """Grow groups in place to at least ``wanted`` units each; the present units come first in every block, zeros follow."""
+    """Grow groups of heads or channels in place to at least ``wanted`` units each, by zeros after the present ones."""
     for group, num_units in zip(groups, wanted, strict=True):
         if group.num_units < num_units:
-            per_block, present = num_units // group.num_blocks, group.num_units // group.num_blocks
-            keep = torch.arange(num_units).view(group.num_blocks, per_block)[:, :present].flatten()
-            grow_group(model.get_submodule(group.layer_name), group.resize(num_units), keep)
+            layer, present = model.get_submodule(group.layer_name), torch.arange(group.num_units)
+            grow_group(layer, group.resize(num_units), present)
 
 
 def _pad_layers(model: PreTrainedModel) -> None:
     """Pad values to the dense width, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
-    dense, changes = build_stock(model, {})[0], dict[str, int]()
+    dense, changes = stock_config.build_stock(model, {})[0], dict[str, int]()
     replace_conv1d(dense)
     release_heads(model)
     grow_padded(model)
-    now, before = list_sizes(model), list_sizes(dense)
+    now, before = stock_config.list_sizes(model), stock_config.list_sizes(dense)
     if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
         most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
-        heads = next(count for count in range(most, every + 1) if can_hold_heads(model, count))
-        changes = change_heads(model, heads)
+        heads = next(count for count in range(most, every + 1) if stock_config.can_hold_heads(model, count))
+        changes = stock_config.change_heads(model, heads)
         groups = find_groups(model, "head", prune_ffn=False)
         _pad(model, groups, [heads] * len(groups))
     whole = [group.num_units for group in _list_ffns(dense)]
@@ -94,12 +87,12 @@ def _pad_layers(model: PreTrainedModel) -> None:
             widths[wide] = max(widths.get(wide, 0), group.num_units)
         _pad(model, groups, [widths[wide] for wide in whole])
     try:
-        config = find_stock_config(model, changes)
+        config = stock_config.find_stock_config(model, changes)
     except ValueError:  # no key of the configuration holds the width
         if not whole:
             raise
         _pad(model, _list_ffns(model), whole)
-        config = find_stock_config(model, changes)
+        config = stock_config.find_stock_config(model, changes)
     adopt_stock(model, config)
 
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
-from struprune_plugin.storage.checkpoint import load_tokenizer
 
 FILE_NAME = "model.gguf"
 _ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
@@ -113,7 +112,7 @@ def _name_splitting(tokenizer: dict[str, Any]) -> str:
 
 
 def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
-    from gguf import TokenType
+    from gguf import SpecialVocab, TokenType
 
     content = _read_tokenizer(source / "tokenizer.json")
     tokens = {number: (text, TokenType.NORMAL) for text, number in content["model"]["vocab"].items()}
@@ -124,19 +123,6 @@ def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
     writer.add_tokenizer_pre(_name_splitting(content))
     writer.add_token_list([text for text, _ in filled])
     writer.add_token_types([kind for _, kind in filled])
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
-    tokenizer = load_tokenizer(source)
-    template = tokenizer.chat_template
-    if isinstance(template, dict):  # several templates
-        template = [{"name": name, "template": text} for name, text in template.items()]  # type: ignore[assignment]
-    if template:
-        writer.add_chat_template(template)
-    begin = tokenizer.bos_token_id
-    writer.add_add_bos_token(begin is not None and tokenizer("a").input_ids[0] == begin)
-    for number, add in (
-        (begin, writer.add_bos_token_id),
-        (tokenizer.eos_token_id, writer.add_eos_token_id),
-        (tokenizer.pad_token_id, writer.add_pad_token_id),
-    ):
-        if number is not None:
-            add(number)
+    special = SpecialVocab(source, load_merges=True, n_vocab=config.vocab_size)  # with the chat templates
+    special.add_special_token.setdefault("bos", False)  # else llama.cpp decides by the splitting's name
+    special.add_to_gguf(writer, quiet=True)

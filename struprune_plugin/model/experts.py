@@ -1,5 +1,4 @@
-"""Experts of a mixture: split by llm-compressor from transformers' few tensors of three dimensions into linears, and packed again
-at their new width."""
+"""Experts of a mixture: split by llm-compressor from a few tensors into linears, and packed again at their new width."""
 
 from __future__ import annotations
 
@@ -25,11 +24,7 @@ _PACKED = "_struprune_packed"  # attribute of split experts: the original module
 
 @dataclass(frozen=True)
 class _Packed:
-    """Module from which experts were split, without their tensors.
-
-    :param shapes: shapes of these tensors, without the axis of the experts
-    :param width: channels of an expert in them
-    """
+    """Module from which experts were split, and its tensors' shapes, with ``width`` channels, without the axis of the experts."""
 
     module: Any
     shapes: Mapping[str, Sequence[int]]
@@ -131,10 +126,7 @@ def _remember(made: Any, packed: Any) -> None:
 
 
 def list_packed_shapes(model: nn.Module, narrower: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of split experts' tensors after packing, by full tensor name.
-
-    :param narrower: names of lists of experts whose number of channels is halved
-    """
+    """Return the shapes of split experts' tensors after packing, by full name, with half the channels in lists of ``narrower``."""
     shapes = dict[str, tuple[int, ...]]()
     for name, experts in list_experts(model):
         if packed := vars(experts).get(_PACKED):

@@ -75,10 +75,9 @@ def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
 def rotate_producer(
     layer: nn.Module, group: UnitGroup, basis: Tensor, fetch: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the weights of the linear that produces the values, value rows rotated, shape [rows, columns + 1], float64, bias last.
+    """Return the weights of the linear that produces the values, value rows rotated by ``basis`` where ``fetch`` moves them.
 
-    :param basis: as in :func:`rotate_group`
-    :param fetch: moves weights to the device of the rotation
+    Shape [rows, columns + 1], float64, bias last.
     """
     (name,) = group.producers
     rows = append_bias(*read_weight(find_linear(layer, name), fetch))

@@ -1,5 +1,4 @@
-"""Measured couplings between rows and columns of the linears in one decoder layer: every row of a linear's output is perturbed
-alone, in a separate batch element, and the inputs of all later linears are compared with those of the unperturbed layer."""
+"""Couplings of the linears in a decoder layer: each row is perturbed alone, and the inputs of later linears are compared."""
 
 from __future__ import annotations
 
@@ -81,11 +80,7 @@ def split_copies(seen: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Coupling:
-    """Coupling of the rows of one linear with the columns of another.
-
-    :param reached: whether a row changes a column, shape [rows, columns], bool
-    :param later: the same at tokens after the perturbed one
-    """
+    """Whether a row of one linear changes a column of another, at all and at later tokens, shape [rows, columns], bool."""
 
     reached: Tensor
     later: Tensor
@@ -140,11 +135,9 @@ def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
 def _disturb(
     layer: nn.Module, call: Call, name: str, output: Tensor, after: Mapping[str, Tensor], tokens: slice
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Perturb the rows of one linear at ``tokens``, each row in a separate copy.
+    """Perturb the rows of one linear at ``tokens``, each in a separate copy, and compare the linears whose inputs ``after`` has.
 
     Return by linear which columns change at any token, and which change at later tokens, each of shape [rows, columns], bool.
-
-    :param after: the unperturbed inputs of the linears to compare, shape [tokens, columns]
     """
     length, rows = output.shape
     size = 2 * output.abs().max() + 0.1  # large enough to activate channels that an activation function holds at zero

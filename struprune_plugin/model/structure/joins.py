@@ -18,9 +18,7 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
     """Return the join of every consumer.
 
     The output is added where a stream Y (the input of a submodule, or the layer's output) equals another stream R plus the output
-    times a factor, or plus the outputs of two consumers times one factor.
-
-    :param consumers: names in the order of computation
+    times a factor, or plus the outputs of two consumers (named in the order of computation) times one factor.
     """
     outputs, found = measured.outputs, dict[str, Join]()
     streams, made = record_streams(measured, len(next(iter(outputs.values()))))

@@ -16,15 +16,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
+from struprune_plugin.model.structure import tiny
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.shrinking import find_first, shrink_config
-from struprune_plugin.model.structure.tiny import (
-    build_instance,
-    describe_difference,
-    draw_tokens,
-    find_class,
-    prove_once,
-)
 
 _WIDE, _KEEP = 10, (0, 2, 4, 5, 7, 9)  # no other size of a tiny instance is 10; as many stay of both halves
 _GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
@@ -91,9 +85,9 @@ def find_routing(model: nn.Module) -> Routing:
 
     :raises ValueError: an instance from which experts were removed differs from one built with fewer, or none can be built
     """
-    kind, config = find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
+    kind, config = tiny.find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
     try:
-        return prove_once("routing", kind, config, lambda: _measure(kind, shrink_config(config)))
+        return tiny.prove_once("routing", kind, config, lambda: _measure(kind, shrink_config(config)))
     except Exception as error:  # any error of a class that relies on its number of experts
         raise ValueError(
             f"experts: whole experts cannot be removed from {config.model_type!r} ({type(error).__name__}: {error}). "
@@ -123,7 +117,7 @@ def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
 def _build(kind: Any, small: PreTrainedConfig, key: str, number: int) -> Any:
     changed = copy.deepcopy(small)
     setattr(changed.get_text_config(decoder=True), key, number)
-    return build_instance(kind, changed)
+    return tiny.build_instance(kind, changed)
 
 
 def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -142,7 +136,7 @@ def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     """Raise where a model with removed experts differs from an instance of the class built with fewer experts."""
-    tokens, given = draw_tokens(wide.config, 2, 24), set[int]()
+    tokens, given = tiny.draw_tokens(wide.config, 2, 24), set[int]()
     take_apart(wide)
     for layer in wide.get_submodule(locate_layers(wide)).children():
         for name, members in list_experts(layer):
@@ -154,7 +148,7 @@ def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     pack_experts(wide)
     narrow.load_state_dict(wide.state_dict())
     wanted = narrow(input_ids=tokens, use_cache=False).logits
-    if difference := describe_difference(found, wanted):
+    if difference := tiny.describe_difference(found, wanted):
         raise ValueError(
             f"removing experts gives other logits than a configuration with fewer experts, by {difference}"
         )

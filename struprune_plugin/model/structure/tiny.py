@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocab
 _CLOSE = 1e-5  # relative to the largest logit: a larger difference is no rounding
 _LABELS = "_name_or_path architectures auto_map disable_custom_kernels dtype transformers_version use_cache"
 _PROVED: dict[str, Any] = {}
-Proof = TypeVar("Proof")
 
 
-def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callable[[], Proof]) -> Proof:
+def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callable[[], Any]) -> Any:
     """Return what a proof on tiny instances returns; run once per proof (``what``), class and configuration in a process."""
 
     def drop_labels(values: Any) -> Any:

@@ -72,13 +72,12 @@ def mixes(
     matrix: Tensor,
     run: Callable[[], Tensor],
 ) -> bool:
-    """Return whether a model's logits do not change when the channels of every head are mixed by an orthogonal matrix.
+    """Return whether a model's logits stay when an orthogonal matrix, shape [width, width], mixes the channels of every head.
 
     A permutation shows that channels are interchangeable; any other matrix shows that values may be rotated.
 
     :param consumer: the linear that reads the channels, head by head
     :param rows: rows that produce them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
-    :param matrix: shape [width, width]
     """
     wanted = run()
     with _change(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):

@@ -90,10 +90,7 @@ def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
 
 
 def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:
-    """Return the padding, by linear, with which stock attention sees heads of the dense width, or as many heads as before.
-
-    :param group: value channels or heads, none of which is removed yet
-    """
+    """Return the padding, by linear, with which stock attention sees a group's dense heads, none of which is removed yet."""
     is_split, blocks = group.unit.splits_heads, group.num_blocks if group.unit.splits_heads else group.num_units
     heads, width = blocks * group.heads_per_block, group.part_rows["value"] if is_split else group.num_columns
     columns = [heads if is_split else 1, width, width]

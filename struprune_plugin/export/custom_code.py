@@ -16,7 +16,6 @@ from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.model.structure.locate import find_stock
 
 FILE_NAME = "modeling_struprune_custom"
-_HEAD = '"""The pruned classes of the code beside this file, made by struprune_plugin."""\n'
 
 
 def is_custom(model: PreTrainedModel) -> bool:
@@ -44,7 +43,8 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
     folder = Path(str(sys.modules[kind.__module__].__file__)).parent
     _bring(Path(str(sys.modules[config.__module__].__file__)), folder)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
-    lines = [_HEAD, *(f"from {_name_source(each)} import {each.__name__}" for each in classes)]
+    lines = ['"""The pruned classes of the code beside this file, made by struprune_plugin."""', ""]
+    lines += [f"from {_name_source(each)} import {each.__name__}" for each in classes]
     lines += ["from .modeling_struprune import derive_custom", ""]
     lines += [f"{_name(config)} = derive_custom({config.__name__}, __name__)"]
     lines += [f"{_name(each)} = derive_custom({each.__name__}, __name__, {_name(config)})" for each in classes[1:]]

@@ -31,10 +31,7 @@ def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
 
 
 def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the stock configuration of a model whose layers all have the same sizes.
-
-    :raises ValueError: the stock class cannot have these sizes
-    """
+    """Return the stock configuration of a model whose layers all have the same sizes; ValueError where it cannot have them."""
     release_heads(model)
     heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
     changes = change_heads(model, heads.pop()) if len(heads) == 1 else {}  # else the heads did not change
@@ -117,10 +114,7 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
 
 
 def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """Return a model of the stock class, with its weights on the meta device, and its configuration with changed keys.
-
-    :raises ValueError: the class refuses the values
-    """
+    """Return a model of the stock class on the meta device, and its configuration with changed keys; ValueError where refused."""
     dense = make_dense_config(model.config)
     text = dense.get_text_config(decoder=True)
     try:

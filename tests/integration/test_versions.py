@@ -18,11 +18,11 @@ from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 FIXED = ("5.15.0", "5.20.2", "5.24.0")  # `make test` installs them beside the environment's own
 NEWEST = os.environ.get("STRUPRUNE_NEWEST_PYTHON")  # `make newest-test`: the Python of an environment without pins
 OUTPUTS = {
-    **{f"{name} heads": (name, "head") for name in ("llama", "phi3", "opt")},
-    **{name: (name, "value_channels") for name in ("opt", "llama", "mistral", "gemma3_text", "phi3", "gpt2", "falcon")},
-    **{name: (name, "value_channels") for name in ("olmo2", "glm4", "qwen3_5_text", "qwen3_moe", "gpt_oss", "gemma3")},
+    "phi3 heads": ("phi3", "head"),
+    **{name: (name, "value_channels") for name in ("opt", "llama", "gpt2", "falcon", "olmo2", "qwen3_5_text")},
+    **{name: (name, "value_channels") for name in ("qwen3_moe", "gpt_oss", "gemma3")},
 }
-DEEP = ("gemma3_text", "qwen3_5_text", "gemma3")  # layers of two kinds, of which the second comes late
+DEEP = ("qwen3_5_text", "gemma3")  # layers of two kinds, of which the second comes late
 QUANTISED = "llama quantised"
 RECIPE = """
 pruning_stage:

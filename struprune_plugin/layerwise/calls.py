@@ -52,6 +52,7 @@ class LayerCall:
     :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
     :param keeps: parts of this layer's output that the next layer receives
     :param shape: batch shape (sequences, tokens); None where it is that of the hidden states
+    :param known: what modules of the layer return in its next run, by name, in the order of their calls
     """
 
     hidden: Tensor
@@ -63,6 +64,7 @@ class LayerCall:
     wires: dict[Place, int] = field(default_factory=dict)
     keeps: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
+    known: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def batch_shape(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 
-from struprune_plugin.layerwise.calls import LayerCall, list_parts, split_call
+from struprune_plugin.layerwise.calls import LayerCall, list_parts, list_tensors, map_tensors, split_call
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -106,6 +106,41 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
             see = partial(seen.see_output, name, stop and name in consumers)
             stack.callback(layer.get_submodule(name).register_forward_hook(see).remove)
         yield seen
+
+
+@contextmanager
+def keep_outputs(layer: nn.Module, names: Iterable[str], call: LayerCall, context: DeviceContext) -> Iterator[None]:
+    """Record what modules return in a run of a call, for :func:`replay`; nothing where the layer may fill mappings."""
+    call.known.clear()
+
+    def keep(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
+        if len(list_tensors(output)) == 1:  # attention maps are large, and no layer reads them
+            call.known.setdefault(name, []).append(map_tensors(lambda part: context.park(part.clone()), output))
+
+    with ExitStack() as stack:
+        for name in () if any(isinstance(value, MutableMapping) for value in call.arguments.values()) else names:
+            stack.callback(layer.get_submodule(name).register_forward_hook(partial(keep, name)).remove)
+        yield
+
+
+@contextmanager
+def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterator[None]:
+    """Let modules return what :func:`keep_outputs` recorded, once, in place of running."""
+
+    def answer(outputs: list[Any]) -> Callable[..., Any]:
+        def forward(*_args: Any, **_kwargs: Any) -> Any:
+            return map_tensors(partial(context.to_device, device=call.device), outputs.pop(0))
+
+        return forward
+
+    held = list_tensors(list(call.known.values()))
+    with ExitStack() as stack:
+        for name, outputs in call.known.items():
+            stack.enter_context(patch_attr(layer.get_submodule(name), "forward", answer(outputs)))
+        yield
+    for part in held:
+        context.release(part)
+    call.known.clear()
 
 
 @contextmanager

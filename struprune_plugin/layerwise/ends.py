@@ -23,6 +23,7 @@ from struprune_plugin.layerwise.calls import (
     split_call,
     store,
 )
+from struprune_plugin.layerwise.capture import replay
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -52,7 +53,9 @@ class BatchFlow:
     def advance(self, index: int, layer: nn.Module, context: DeviceContext) -> LayerCall:
         """Run a layer on the current states, which its outputs replace; return the call."""
         call = self.enter(index)
-        self.leave(call.run(layer, context), context)
+        with replay(layer, call, context):
+            output = call.run(layer, context)
+        self.leave(output, context)
         return call
 
     def turn_back(self, index: int, layer: nn.Module, context: DeviceContext) -> None:

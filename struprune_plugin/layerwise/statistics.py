@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm, trange
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, place_rows, record
+from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, keep_outputs, place_rows, record
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
 from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import (
@@ -171,7 +171,14 @@ class LayerStatistics:
         :return: output states; None where the pass was stopped
         """
         call, output = self.calls[index], None
-        with record(layer, groups, stop and can_stop(groups)) as seen, suppress(Stopped):
+        # what attention returns before the last group, an FFN, is what it returns once that is pruned
+        is_last = self._changes and groups[-1] is self._groups[-1] and not groups[-1].attention
+        same = {group.attention for group in self._groups if group.attention} if is_last else ()
+        with (
+            keep_outputs(layer, same, call, self.context),
+            record(layer, groups, stop and can_stop(groups)) as seen,
+            suppress(Stopped),
+        ):
             output = call.run(layer, self.context)
         experts = [group for group in groups if group.experts]
         for group in groups:

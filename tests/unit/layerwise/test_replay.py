@@ -12,7 +12,9 @@ from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import select_groups
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])  # one module after the other; without; side by side
+@pytest.mark.parametrize(
+    "model_type", ["llama", "opt", "gpt_neox"]
+)  # one module after the other; without; side by side
 def test_a_changed_layer_returns_the_same_with_attention_from_the_run_before(model_type):
     model = build_tiny(make_config(model_type, 2))
     groups, mask = find_groups(model, "value_channels"), torch.ones(2, 16, dtype=torch.int64)

@@ -133,7 +133,7 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
     notes = [
         f"Every cell: sparsity {at}. The paper's figures are for OPT-125M calibrated on C4 and are its own, not measured here.",
         f"{model}: calibrated on {work.num_samples} windows of {work.window} tokens of {Path(work.calibration).name}, scored in "
-        f"windows of {work.window} tokens (stride {work.stride or work.window}).",
+        f"windows of {work.window} tokens.",
         "removed: fraction of the parameters of the decoder layers' linears that is gone; for sliceGPT the asked number is the "
         "fraction of embedding channels to slice, and what its shortcuts add is counted against it.",
         *list_refusals(finished),

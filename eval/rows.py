@@ -68,7 +68,6 @@ class Workload:
     num_samples: int
     recovery_samples: int
     window: int
-    stride: int | None
     max_tokens: int | None
     tasks: Sequence[str] = ()
     divergence: bool = False
@@ -80,7 +79,7 @@ class Workload:
             "model": identify_model(self.model),
             "texts": {name: identify_text(s) for name, s in self.texts.items() if s != ITEMS},
             "items": [identify_text(str(file)) for file in find_items() if ITEMS in self.texts.values()],
-            "scored": [self.window, self.stride or self.window, self.max_tokens, self.divergence],
+            "scored": [self.window, self.window, self.max_tokens, self.divergence],
             "tasks": identify_tasks(self.tasks),
         }
         if row is None:
@@ -114,7 +113,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-samples", type=int, help="calibration windows: the protocol's; 128 of C4")
     parser.add_argument("--recovery-samples", type=int, default=896, help="training windows of recovery rows")
     parser.add_argument("--window", type=int, help="tokens: the protocol's; 2048 on the hub's text")
-    parser.add_argument("--stride", type=int, help="tokens between window starts [default: the window]")
     parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
     parser.add_argument("--divergence", action="store_true", help="KL(dense || pruned) on the texts, too, in nats")
 
@@ -141,7 +139,6 @@ def read_workload(args: argparse.Namespace) -> Workload:
         num_samples=args.num_samples or samples,
         recovery_samples=args.recovery_samples,
         window=args.window or window,
-        stride=args.stride,
         max_tokens=args.max_tokens or max_tokens,
         tasks=tuple(TASKS) if getattr(args, "zeroshot", False) else (),
         divergence=args.divergence,
@@ -235,7 +232,7 @@ def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: 
 def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, float]:
     """Return perplexity on every text, in fixed windows."""
     return {
-        name: measure_perplexity(model, read_tokens(source, tokenizer, work), work.window, work.stride)
+        name: measure_perplexity(model, read_tokens(source, tokenizer, work), work.window)
         for name, source in work.texts.items()
     }
 

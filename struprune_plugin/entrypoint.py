@@ -41,7 +41,7 @@ from struprune_plugin.storage.checkpoint import (
     load_tokenizer,
     note_left_out,
 )
-from struprune_plugin.storage.manifest import carry_manifest
+from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
 
@@ -135,7 +135,8 @@ def oneshot(
             write_recipe(loaded, folder)
             carry_files(source, folder)
             carry_manifest(source, folder)
-            write_card(folder, source)
+            if (folder / MANIFEST_NAME).is_file():
+                write_card(folder)
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():

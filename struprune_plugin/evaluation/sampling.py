@@ -67,10 +67,7 @@ def _find_user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _draw_starts(tokenizer: PreTrainedTokenizerBase, before: list[int], count: int, seed: int) -> Tensor:
-    """Return the initial tokens of windows: those that the tokenizer puts before every text, and a random non-special token.
-
-    :return: shape [count, tokens], int64
-    """
+    """Return initial tokens: those that the tokenizer puts before every text, and a random one, shape [count, tokens], int64."""
     generator = torch.Generator().manual_seed(seed)
     plain = torch.tensor(sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids)))
     drawn = plain[torch.randint(0, len(plain), (count, 1), generator=generator)]

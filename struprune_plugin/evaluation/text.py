@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 from collections.abc import Collection, Iterable
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.registry import standardize_lookup_name
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from llmcompressor.transformers.data import TextGenerationDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,22 +21,18 @@ from struprune_plugin.evaluation.sampling import SELF, sample_windows
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.runtime.distributed import count_ranks, split_range
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import check_text, shorten_error, shorten_value
+from struprune_plugin.storage.files import shorten_error, shorten_value
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"
 
 MESSAGES = "messages"  # column of conversations: lists of {"role": …, "content": …}
 
-_C4_FILES = {
-    "train": "en/c4-train.00000-of-01024.json.gz",
-    "validation": "en/c4-validation.00000-of-00008.json.gz",
-}
+_C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
 HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers use -> arguments of load_dataset
     "c4": {"path": "allenai/c4", "data_files": _C4_FILES},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
 }
-_DATASETS = (Dataset, IterableDataset, DatasetDict, IterableDatasetDict)
 
 
 def read_texts(
@@ -45,26 +40,29 @@ def read_texts(
 ) -> list[str]:
     """Read the texts of a JSON-lines file.
 
-    :param tokenizer: tokenizer whose chat template makes texts of lines with ``messages``; None refuses such lines
+    :param tokenizer: tokenizer whose chat template makes texts of lines with ``messages``
     :raises ValueError: no such file, or a line that is not UTF-8, not a JSON object, or without a text in the column
     """
-    check_text(path)
+    if not Path(path).is_file():
+        raise ValueError(f"{os.fspath(path)}: must be an existing JSON-lines file. Correct the path.")
     texts = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            value = row[find_column(row, text_column)]
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half a character (a lone surrogate)
-        except (ValueError, TypeError, RecursionError) as error:
-            found = shorten_value(line.decode("utf-8", "replace"))
-            raise ValueError(
-                f"{path}, line {number}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got {found} "
-                f"({error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)}). Write one "
-                f'{{"{text_column}": "…"}} per line, or name the column of the text (--text-column).'
-            ) from None
-        texts.append(make_text(value, tokenizer, f"{path}, line {number}"))
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+                value = row[find_column(row, text_column)]
+                json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
+            except (ValueError, TypeError, RecursionError) as error:
+                told = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
+                raise ValueError(
+                    f"{where}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
+                    f'{shorten_value(line.strip())} ({told}). Write one {{"{text_column}": "…"}} per line, or name the column of '
+                    "the text (--text-column)."
+                ) from None
+            texts.append(make_text(value, tokenizer, where))
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
@@ -75,40 +73,36 @@ def find_column(columns: Collection[str], text_column: str) -> str:
 
     :raises ValueError: there is neither
     """
-    found = next((name for name in (text_column, MESSAGES) if name in columns), None)
-    if found is None:
-        raise ValueError(
-            f"dataset: must have a column {text_column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
-            "(--text-column, text_column=…)."
-        )
-    return found
+    for name in (text_column, MESSAGES):
+        if name in columns:
+            return name
+    raise ValueError(
+        f"dataset: must have a column {text_column} or {MESSAGES}, got {sorted(columns)}. Name the column of the text "
+        "(--text-column, text_column=…)."
+    )
 
 
-def make_text(value: object, tokenizer: PreTrainedTokenizerBase | None, where: str = "dataset") -> str:
+def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str = "dataset") -> str:
     """Return the text of a row: as it is or, of a conversation, by the tokenizer's chat template, without the special token that
     tokenising adds in front.
 
-    :param where: place of the row, for messages
     :raises ValueError: it is neither; there is no template, or the messages do not fit it
     """
     if isinstance(value, str):
         return value
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(isinstance(message, dict) and message.get("role") for message in messages):
+    if not value or not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
         raise ValueError(
             f"{where}: every row must hold a text or a conversation, a list of messages with role and content, got "
             f"{shorten_value(value)}. Leave such rows out, or name another column (--text-column, text_column=…)."
         )
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ValueError(
-            f"{where}: data of `messages` must come with a tokenizer that has a chat template, got none. Give texts, or set "
-            "tokenizer.chat_template."
-        )
+    if tokenizer is None:
+        raise ValueError(f"{where}: must hold a text, got a conversation. Name the column of the text.")
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        text = str(tokenizer.apply_chat_template(value, tokenize=False))
     except Exception as error:  # a template raises errors of many classes
         raise ValueError(
-            f"{where}: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages."
+            f"{where}: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages, give "
+            "texts, or set tokenizer.chat_template."
         ) from None
     start = tokenizer.bos_token or ""
     return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
@@ -123,8 +117,6 @@ def stream_texts(
     """Return the texts of a local JSON-lines file or, streamed, of one split of a hub data set.
 
     :param source: a file, ``c4``, ``wikitext2`` or any hub name
-    :param split: split of a hub data set
-    :param tokenizer: as in :func:`read_texts`
     :raises ValueError: neither a file nor a data set that can be loaded; no such column
     """
     if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
@@ -163,18 +155,10 @@ def make_calibration_dataset(
     :raises ValueError: as :func:`stream_texts`; too little text
     """
     tokens = tokenize_texts(tokenizer, stream_texts(source, text_column, tokenizer=tokenizer), num_samples * seq_length)
-    if len(tokens) == 0:
-        raise ValueError("tokenizer: must turn text into tokens, got none. Check the tokenizer in the model's folder.")
     if len(tokens) < num_samples * seq_length:
-        most = len(tokens) // seq_length
-        remedy = (
-            f"Lower the number of samples to at most {most}"
-            if most
-            else f"Cut sequences to at most {len(tokens)} tokens"
-        )
         raise ValueError(
             f"dataset: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
-            f"{remedy}, or give more text."
+            f"Lower the number of samples to at most {len(tokens) // seq_length}, shorten them, or give more text."
         )
     return pack_windows(tokens.view(num_samples, seq_length))
 
@@ -188,16 +172,15 @@ def pack_windows(windows: Tensor) -> Dataset:
 
 
 def check_dataset(dataset: object, splits: object) -> None:
-    """Raise on data of an unsupported type, and on ``splits`` for data without splits."""
-    if not isinstance(dataset, (str, os.PathLike, DataLoader, type(None), *_DATASETS)):
+    """Raise on data of an unsupported type, and on ``splits`` where nothing reads them."""
+    if not isinstance(dataset, (str, os.PathLike, DataLoader, type(None), Dataset, IterableDataset)):
         raise ValueError(
             f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
-            f"{type(dataset).__name__}. Make a Dataset of it: Dataset.from_dict({{'text': [...]}})."
+            f"{type(dataset).__name__}. Pass one split, or make a Dataset: Dataset.from_dict({{'text': [...]}})."
         )
-    if splits is not None and not (isinstance(dataset, (DatasetDict, IterableDatasetDict)) or is_from_host(dataset)):
+    if splits is not None and not is_from_host(dataset):
         raise ValueError(
-            f"splits: must be left out for a file, a hub data set by its name, a Dataset or a loader, got {splits!r}. Pass the "
-            "part that you mean as dataset."
+            f"splits: has no effect on this dataset, got {splits!r}. Pass the part that you mean as dataset."
         )
 
 
@@ -210,80 +193,51 @@ def is_from_host(dataset: object) -> bool:
 
 
 def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Convert a file or a short name to token windows, which llm-compressor uses unchanged, and select this process' part.
+    """Convert a file or a short name to token windows, and a data set to what llm-compressor takes: not streamed, conversations as
+    token ids. Select this process' part.
 
     :param kwargs: arguments of ``oneshot``
-    :return: the arguments with the data set
-    :raises ValueError: as :func:`make_calibration_dataset`; fewer samples than processes; with
-        several processes, a data set name that llm-compressor resolves
+    :raises ValueError: as :func:`make_calibration_dataset`; no column that holds token ids, text or conversations; fewer samples
+        than processes; with several processes, a data set name that llm-compressor resolves
     """
-    source = kwargs.get("dataset")
-    if isinstance(source, _DATASETS):
-        return _split_dataset(_take_rows(model, source, kwargs))
-    if not isinstance(source, (str, os.PathLike)) or is_from_host(source):
+    source, samples = kwargs.get("dataset"), kwargs.get("num_calibration_samples") or 512
+    if not isinstance(source, (str, os.PathLike, Dataset, IterableDataset)) or is_from_host(source):
         return _split_dataset(kwargs)
-    if str(source) == SELF and kwargs.get("model_revision", "main") != "main":
-        raise ValueError(
-            "dataset: `self` must be left out with model_revision, whose model would not write the text. Pass a "
-            "folder of that revision as model."
-        )
-    tokenizer, length = _find_tokenizer(model, kwargs)
-    samples, column = kwargs.get("num_calibration_samples") or 512, kwargs.get("text_column") or "text"
-    if str(source) != SELF:
-        dataset = make_calibration_dataset(source, tokenizer, samples, length, column)
-    else:  # text that the model itself samples, always the same
-        trusts = kwargs.get("trust_remote_code_model", False)
-        own = load_checkpoint(model, "auto", trusts)[0] if isinstance(model, str) else model
-        dataset = pack_windows(sample_windows(own, tokenizer, samples, length))
-    return _split_dataset({**kwargs, "dataset": dataset})
-
-
-def _find_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, int]:
-    """Return the tokenizer of a run, and the tokens of a sample."""
+    if isinstance(source, IterableDataset):
+        source = Dataset.from_list(list(islice(source, samples)))
+    if isinstance(source, Dataset) and (kwargs.get("preprocessing_func") or "input_ids" in source.column_names):
+        return _split_dataset(kwargs | {"dataset": source})
+    trusts, column = kwargs.get("trust_remote_code_model", False), kwargs.get("text_column") or "text"
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-        tokenizer = load_tokenizer(where, trust_remote_code=kwargs.get("trust_remote_code_model", False))
-    return tokenizer, kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
+        tokenizer = load_tokenizer(where, trust_remote_code=trusts)
+    length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
+    if isinstance(source, Dataset):
+        dataset = _tokenize_chats(source, tokenizer, samples, length, column)
+    elif str(source) == SELF:
+        revision = kwargs.get("model_revision", "main")
+        own = load_checkpoint(model, "auto", trusts, revision)[0] if isinstance(model, str) else model
+        dataset = pack_windows(sample_windows(own, tokenizer, samples, length))
+    else:
+        dataset = make_calibration_dataset(source, tokenizer, samples, length, column)
+    return _split_dataset(kwargs | {"dataset": dataset})
 
 
-def _take_rows(
-    model: str | PreTrainedModel,
-    dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict,
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the arguments with a data set that llm-compressor takes: one split, not streamed, conversations as token ids.
-
-    :raises ValueError: no such split; no rows; no column that holds token ids, text or conversations
-    """
-    kwargs = dict(kwargs)
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        split = kwargs.pop("splits", None) or "train"
-        if not isinstance(split, str) or split not in dataset:
-            raise ValueError(f"splits: must be one of {sorted(dataset)}, got {split!r}. Pass the part that you mean.")
-        dataset = dataset[split]
-    samples, column = kwargs.get("num_calibration_samples") or 512, kwargs.get("text_column") or "text"
-    if isinstance(dataset, IterableDataset):
-        dataset = Dataset.from_list(list(islice(dataset, samples)))
-    kwargs["dataset"] = dataset
-    if kwargs.get("preprocessing_func") is not None:
-        return kwargs
-    if len(dataset) == 0:
-        raise ValueError("dataset: must have rows, got an empty data set. Pass another one.")
-    columns = dataset.column_names
-    if "input_ids" in columns:
-        return kwargs
-    found = find_column(columns, column)
+def _tokenize_chats(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
+) -> Dataset:
+    """Return the column of a data set's texts, which llm-compressor tokenises, or the token ids of its conversations."""
+    found = find_column(dataset.column_names, text_column)
     if all(isinstance(value, str) for value in dataset.select(range(min(samples, len(dataset))))[found]):
-        return kwargs | {"dataset": dataset.select_columns(found)}  # llm-compressor prefers one of the name text
-    tokenizer, length = _find_tokenizer(model, kwargs)
+        return dataset.select_columns(found)  # llm-compressor prefers one of the name text
 
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
         ids = tokenizer(make_text(row[found], tokenizer))["input_ids"][:length]
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
-    return kwargs | {"dataset": dataset.map(tokenize, remove_columns=columns, load_from_cache_file=False)}
+    return dataset.map(tokenize, remove_columns=dataset.column_names, load_from_cache_file=False)
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -292,18 +246,14 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
     llm-compressor would split them too, but it looks up the indices that its sampler draws within a part in the whole data
     set, so that every process would read the first part.
     """
-    dataset = kwargs.get("dataset")
-    if count_ranks() == 1 or dataset is None or isinstance(dataset, DataLoader):
+    dataset, ranks = kwargs.get("dataset"), count_ranks()
+    if ranks == 1 or dataset is None or isinstance(dataset, DataLoader):
         return kwargs
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"dataset: must be a file, c4, wikitext2, a Dataset or a loader in a run of {count_ranks()} processes, got "
-            f"{dataset!r}. Load it, and pass the Dataset."
-        )
     total = min(kwargs.get("num_calibration_samples") or len(dataset), len(dataset))
-    if total < count_ranks():
+    if not isinstance(dataset, Dataset) or total < ranks:
         raise ValueError(
-            f"dataset: must have a sample for each of the {count_ranks()} processes, got {total}. Use more samples."
+            f"dataset: must be a file, c4, wikitext2, a Dataset or a loader with a sample for each of the {ranks} processes, got "
+            f"{dataset!r}. Load it and pass the Dataset, or use more samples."
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}

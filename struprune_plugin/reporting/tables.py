@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import (
     MANIFEST_NAME,
-    BudgetRecord,
     GroupRecord,
     LimitRecord,
     Manifest,
@@ -23,17 +20,12 @@ from struprune_plugin.storage.manifest import (
 )
 
 _BAR = 20
-_UNITS = {
-    "ffn": "FFN channels",
-    "head": "heads",
-    "value_channels": "value channels",
-    "experts": "channels of an expert",
-}
+_UNITS = {"ffn": "FFN channels", "head": "heads", "value_channels": "value channels", "experts": "expert channels"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table with a header; the first column is left-aligned, the others right-aligned, and narrow terminals do not wrap rows."""
+    """Table with a header; the first column is left-aligned, the others right-aligned."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -45,10 +37,6 @@ class Table:
         aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
         return "\n".join("  ".join(row).rstrip() for row in aligned)
 
-    def __rich__(self) -> Text:
-        header, rest = str(self).split("\n", 1)
-        return Text.assemble((header, "bold"), f"\n{rest}")
-
 
 def format_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Return one line per (name, text), with the texts aligned."""
@@ -57,10 +45,7 @@ def format_facts(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def measure_weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of a folder's weight files; 0 if there are none.
-
-    A checkpoint that holds its weights in several formats counts once, in the format that is loaded.
-    """
+    """Return the bytes of a folder's weight files, of those of several formats the one that is loaded; 0 if there are none."""
     for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
         files = list(Path(folder).glob(pattern))
         if files:
@@ -68,20 +53,13 @@ def measure_weight_bytes(folder: str | Path) -> int:
     return 0
 
 
-def read_saved_config(folder: str | Path) -> dict[str, Any]:
-    """Return the content of a folder's config.json; empty if it cannot be read."""
-    try:
-        return dict(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json; empty if there is none."""
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 # -- parts of a manifest as text ------------------------------------------------------------------------------------
-
-
-def name_module(group: GroupRecord) -> str:
-    """Return what a module is, as text."""
-    return {"ffn": "FFN", "experts": "expert"}.get(group.kind, "attention")
 
 
 def describe_units(group: GroupRecord) -> tuple[str, str]:
@@ -98,48 +76,27 @@ def describe_rounding(rounding: RoundingRecord) -> str:
 
 def show_limit(record: LimitRecord) -> str:
     """Return a budget of bytes or time, and what is planned for it, as text."""
-    asked, planned = (
-        format_bytes(value) if record.name == "bytes" else f"{value:.3f} ×" for value in (record.asked, record.planned)
-    )
-    return f"asked {asked}, planned {planned}"
+    show = format_bytes if record.name == "bytes" else "{:.3f} ×".format
+    return f"asked {show(record.asked)}, planned {show(record.planned)}"
 
 
-def describe_budget(budget: BudgetRecord) -> str:
-    """Return the removed and the requested parameters as text."""
-    asked = "" if budget.limit else f", asked {budget.asked_sparsity:.3%}"
-    removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
-    return f"{removed} ({budget.met_sparsity:.3%}{asked})"
-
-
-def _describe_shares(manifest: Manifest) -> str:
-    """Return the least and the largest share of units that stays in a module, by kind of unit, as text."""
-    shares: dict[str, list[float]] = {}
-    for group in manifest.groups:
-        shares.setdefault(_UNITS.get(group.kind, group.kind), []).append(group.kept / group.num_units)
-    return ", ".join(f"{name} {min(share):.0%} to {max(share):.0%}" for name, share in shares.items())
-
-
-def _describe_stages(manifest: Manifest) -> str:
-    """Return the seconds of a run, of its stages, and its peak memory, as text."""
-    *parts, whole = manifest.stages
-    told = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in parts)
-    peaks = [stage.peak_bytes for stage in manifest.stages if stage.peak_bytes]
-    return f"{whole.seconds:.1f} s ({told})" + (f", peak {format_bytes(max(peaks))} on the device" if peaks else "")
-
-
-def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
+def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
     budget, model, settings = manifest.budget, manifest.model, manifest.settings
     before, after, calibration = model.parameters_before, model.parameters_after, manifest.calibration
-    temperature = manifest.allocation.temperature
+    asked = "" if budget.limit else f", asked {budget.asked_sparsity:.3%}"
+    removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
+    shares: dict[str, list[float]] = {}
+    for group in manifest.groups:
+        shares.setdefault(_UNITS.get(group.kind, group.kind), []).append(group.kept / group.num_units)
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
-    left = sorted({(len(record.keep), record.num_experts) for record in manifest.experts})
+    temperature = manifest.allocation.temperature
     facts = [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
-        ("decoder linears", describe_budget(budget)),
-        ("units that stay", _describe_shares(manifest)),
+        ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
+        ("units that stay", ", ".join(f"{name} {min(of):.0%} to {max(of):.0%}" for name, of in shares.items())),
         ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
         ("allocation", manifest.allocation.method + ("" if temperature is None else f", T = {temperature:g}")),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
@@ -148,9 +105,9 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
         facts.append(("not in the output", f"{', '.join(model.left_out)}, which the class does not load"))
     if budget.limit:
         facts.append((f"budget: {budget.limit.name}", show_limit(budget.limit)))
-    if left:
-        told = ", ".join(f"{kept} of {every} stay" for kept, every in left)
-        facts.append(("whole experts", f"{told} in {len(manifest.experts)} layers"))
+    if manifest.experts:
+        left = sorted({f"{len(record.keep)} of {record.num_experts} stay" for record in manifest.experts})
+        facts.append(("whole experts", f"{', '.join(left)} in {len(manifest.experts)} layers"))
     facts += [("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in budget.rounding]
     if recovery := manifest.recovery:
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.1f} s"
@@ -158,7 +115,13 @@ def list_facts(manifest: Manifest, folder: str | Path) -> list[tuple[str, str]]:
     if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
         why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
         facts.append(("vLLM", why))
-    return [*facts, ("took", _describe_stages(manifest))] if manifest.stages else facts
+    if manifest.stages:
+        *parts, whole = manifest.stages
+        told = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in parts)
+        peak = max(stage.peak_bytes or 0 for stage in manifest.stages)
+        told = f"{whole.seconds:.1f} s ({told})" + (f", peak {format_bytes(peak)} on the device" if peak else "")
+        facts.append(("took", told))
+    return facts
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
@@ -168,14 +131,13 @@ def summarize_layers(manifest: Manifest) -> Table:
     """Return one row per pruned module: kept and total units, a bar of the kept share, errors before and after the solve."""
     rows = []
     for group in manifest.groups:
-        filled = round(_BAR * group.kept / group.num_units)
-        left = ["█" * filled + "·" * (_BAR - filled), f"{group.sparsity:.1%}"]
+        bar = "█" * round(_BAR * group.kept / group.num_units)
         errors = [f"{group.error_before:.4f}", f"{group.error_after:.4f}"]
-        rows.append([group.name, *describe_units(group), *left, *errors])
+        rows.append([group.name, *describe_units(group), bar.ljust(_BAR, "·"), f"{group.sparsity:.1%}", *errors])
     return Table(["module", "kept", "unit", "left", "sparsity", "error, deleted", "error, re-solved"], rows)
 
 
-def summarize_manifest(manifest: Manifest, folder: str | Path) -> str:
+def summarize_manifest(manifest: Manifest, folder: Path) -> str:
     """Return a text summary of a pruned folder."""
     return format_facts([("pruned from", manifest.model.base), *list_facts(manifest, folder)])
 
@@ -184,25 +146,23 @@ def summarize_output(folder: Path) -> list[str]:
     """Return what a run left and where to go next, as paragraphs of at most 25 lines together."""
     if not (folder / MANIFEST_NAME).is_file():
         return [f"wrote {folder}"]
-    code = ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else ""
+    manifest, code = (
+        read_manifest(folder),
+        ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else "",
+    )
     following = [
-        (f"struprune eval {folder}", "measures it beside the dense model"),
+        (f"struprune eval {manifest.model.base} {folder}", "measures it beside the dense model"),
         (f"struprune inspect {folder}", "shows it layer by layer"),
         (f"struprune report {folder}", "writes a page about it"),
         ("in Python", f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{code})'),
     ]
-    return [summarize_manifest(read_manifest(folder), folder), f"wrote {folder}", format_facts(following)]
+    return [summarize_manifest(manifest, folder), f"wrote {folder}", format_facts(following)]
 
 
 def list_result_rows(results: Sequence[ResultRecord]) -> list[list[str]]:
     """Return (measure, dense, pruned) of all results, with standard errors if they are known."""
-    return [
-        [each.name, _format_score(each.dense, each.dense_stderr), _format_score(each.value, each.stderr)]
-        for each in results
-    ]
+    return [[r.name, _show(r.dense, r.dense_stderr), _show(r.value, r.stderr)] for r in results]
 
 
-def _format_score(value: float | None, error: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
+def _show(value: float | None, error: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"

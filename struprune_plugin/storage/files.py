@@ -54,12 +54,6 @@ def check_place(where: str, folder: Path) -> None:
         )
 
 
-def check_text(path: str | os.PathLike) -> None:
-    """Raise if there is no such file of texts."""
-    if not Path(path).is_file():
-        raise ValueError(f"{os.fspath(path)}: must be an existing JSON-lines file. Correct the path.")
-
-
 def check_model(model: str) -> None:
     """Raise if a text is neither a model's folder nor may be its name on the hub."""
     place = Path(model)

@@ -13,43 +13,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.allocation.rules import allocate_uniformly
 from struprune_plugin.export.any_class import build_dense
-from struprune_plugin.model.layers import (
-    count_parameters,
-    count_weight_bytes,
-    find_layouts,
-    find_linear,
-    measure_layer,
-)
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
-from struprune_plugin.modifiers import StruPruneModifier
-from struprune_plugin.modifiers.budgets import (
-    describe_limit,
-    describe_roundings,
-    find_budget,
-    find_mixture,
-    find_roundings,
-)
+from struprune_plugin.modifiers import StruPruneModifier, budgets
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
-from struprune_plugin.reporting.tables import Table, describe_rounding, format_facts, measure_weight_bytes, show_limit
+from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
-
-
-@dataclass(frozen=True)
-class LayerUnits:
-    """Removable units of one kind of decoder layer.
-
-    :param layers: positions of the layers
-    :param units: removable units, by the linear that reads them
-    :param whole: linears that keep their width, each with the reason
-    """
-
-    layers: list[int]
-    units: dict[str, str]
-    whole: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -59,21 +32,18 @@ class RunPlan:
     :param sparsity: share of the prunable parameters that goes
     :param parameters: parameters of the model, and of the result
     :param bytes: bytes of the weights on the disk in the dtype of the run, before and after, before a quantiser
-    :param packed: low-bit format that the weights are stored in and dequantised from; empty if there is none
     :param experts: text that says how many whole experts are kept; empty if none may be removed
-    :param rounding: as in the manifest
-    :param limit: as in the manifest, if a budget of bytes or time is given
+    :param layers: numbers of the layers, by what can be removed or stays whole there, as text
     """
 
     sparsity: float
     parameters: tuple[int, int]
     bytes: tuple[int, int]
-    packed: str
     experts: str
     rounding: list[RoundingRecord]
     limit: LimitRecord | None
     needs: Needs
-    layers: list[LayerUnits]
+    layers: dict[str, list[int]]
 
 
 @reset_torch()
@@ -89,18 +59,14 @@ def plan_run(
     """
     config = check_checkpoint(path, trust_remote_code)
     model = build_shapes(path, config, dtype)
-    position = max((i for i, each in enumerate(modifiers) if isinstance(each, StruPruneModifier)), default=None)
-    if position is None:
-        names = [type(modifier).__name__ for modifier in modifiers]
-        raise ValueError(f"recipe: must have a StruPruneModifier for a plan, got {names}. Name another recipe.")
     stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
-    if not stages:
-        raise ValueError("recipe: must give a sparsity or a budget for a plan, got neither. Pass --sparsity.")
-    modifier: Any = modifiers[position]
-    later, groups = list(modifiers[position + 1 :]), modifier.find_groups(model)
-    roundings = find_roundings(model, groups, later, modifier.width_multiple)
-    mixture = find_mixture(modifier, model, groups)
-    sizes, budget = find_budget(stages[-1], model, groups, roundings, mixture)
+    modifier: Any = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
+    if modifier is None or not stages:
+        raise ValueError("recipe: must have a StruPruneModifier with a sparsity or a budget. Pass --sparsity.")
+    later, groups = [*modifiers][modifiers.index(modifier) + 1 :], modifier.find_groups(model)
+    roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
+    mixture = budgets.find_mixture(modifier, model, groups)
+    sizes, budget = budgets.find_budget(stages[-1], model, groups, roundings, mixture)
     kept = dict(allocate_uniformly(sizes, budget).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
@@ -108,17 +74,16 @@ def plan_run(
         removed += mixture.count_gone(budget.num_experts)
         experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
     parameters, held = count_parameters(model), count_weight_bytes(model)
-    left, quantised = held - removed * model.dtype.itemsize, getattr(config, "quantization_config", None)
+    left = held - removed * model.dtype.itemsize
     return RunPlan(
         sparsity=removed / budget.num_prunable if budget.limit is not None else budget.sparsity,
         parameters=(parameters, parameters - removed),
         bytes=(held, left),
-        packed=quantised["quant_method"] if quantised and is_packed(config) else "",
         experts=experts,
-        rounding=describe_roundings(groups, roundings),
-        limit=describe_limit(stages[-1], budget, left, sizes, kept),
+        rounding=budgets.describe_roundings(groups, roundings),
+        limit=budgets.describe_limit(stages[-1], budget, left, sizes, kept),
         needs=count_needs(model, modifier, work),
-        layers=_list_layer_units(model),
+        layers=_list_units(model),
     )
 
 
@@ -126,9 +91,9 @@ def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> Pr
     """Return a model without its weights, on the meta device, in the dtype in which it is loaded."""
     model = build_dense(*find_class(config, find_custom_class(path, config)))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if not isinstance(chosen, torch.dtype):  # not in the configuration: by the size of the files
-        folder = find_checkpoint(path)
-        narrow = is_packed(config) or 0 < measure_weight_bytes(folder or path) < 3 * count_parameters(model)
+    if chosen is None:  # not in the configuration: by the size of the files
+        stored = tables.measure_weight_bytes(find_checkpoint(path) or path)
+        narrow = is_packed(config) or 0 < stored < 3 * count_parameters(model)
         chosen = torch.bfloat16 if narrow else torch.float32
     return model.to(chosen)
 
@@ -136,47 +101,33 @@ def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> Pr
 # -- what is told ---------------------------------------------------------------------------------------------------
 
 
-def _list_layer_units(model: nn.Module) -> list[LayerUnits]:
-    """Return the removable units of a model, with equal layers in one entry."""
-    found: list[LayerUnits] = []
+def _list_units(model: nn.Module) -> dict[str, list[int]]:
+    """Return the layers that have units of a kind, or a linear that stays whole, by the text that says so."""
+    found: dict[str, list[int]] = {}
     for index, (layer, layout) in enumerate(find_layouts(model)):
-        sizes, units = measure_layer(layout, layer), {}
+        told = []
         if layout.attention is not None:
-            heads = "" if layout.attention.has_heads else "; whole heads cannot be removed"
-            count, width = sizes.num_key_value_heads, sizes.value_head_dim
-            units[layout.attention.output] = f"{count} heads of {width} value channels{heads}"
-        for ffn in layout.ffns:
-            units[ffn.output] = f"{find_linear(layer, ffn.output).in_features:,} FFN channels"
+            sizes, heads = measure_layer(layout, layer), "" if layout.attention.has_heads else "; not as whole heads"
+            width = f"{sizes.num_key_value_heads} heads of {sizes.value_head_dim} value channels"
+            told.append(f"{layout.attention.output}: {width}{heads}")
+        told += [f"{ffn.output}: {find_linear(layer, ffn.output).in_features:,} FFN channels" for ffn in layout.ffns]
         if layout.experts is not None:
             experts: Any = layer.get_submodule(layout.experts.module)
-            units[layout.experts.module] = f"channels of {experts.num_experts} experts"
-        alike = next((kind for kind in found if (kind.units, kind.whole) == (units, layout.left)), None)
-        if alike is None:
-            found.append(LayerUnits([index], units, dict(layout.left)))
-        else:
-            alike.layers.append(index)
+            told.append(f"{layout.experts.module}: channels of {experts.num_experts} experts")
+        told += [f"{linear} stays whole: {reason}" for linear, reason in layout.left.items()]
+        for line in told or ["nothing can go"]:
+            found.setdefault(line, []).append(index)
     return found
 
 
 def format_plan(plan: RunPlan) -> list[Any]:
     """Return a plan as a table of before and after, and facts."""
-    rows = []
-    for what, (before, after), show in (
-        ("parameters", plan.parameters, "{:,}".format),
-        ("weights", plan.bytes, format_bytes),
-    ):
-        rows.append([what, show(before), show(after), f"{after / before - 1:+.1%}"])
+    sizes = (("parameters", plan.parameters, "{:,}".format), ("weights", plan.bytes, format_bytes))
+    rows = [[name, show(old), show(new), f"{new / old - 1:+.1%}"] for name, (old, new), show in sizes]
     facts = plan.needs.describe()
-    if plan.packed:
-        unpacked = f"stored in {plan.packed}, dequantised as it is loaded: {format_bytes(plan.needs.weights)}"
-        facts.append(("source", unpacked))
-    for kind in plan.layers:
-        first, last, count = kind.layers[0], kind.layers[-1], len(kind.layers)
-        where = f"layer {first}" if count == 1 else f"layers {first} to {last} ({count})"
-        facts += [(where, f"{linear}: {what}") for linear, what in kind.units.items()]
-        facts += [(where, f"{linear} stays whole: {reason}") for linear, reason in kind.whole.items()]
-        facts += [] if kind.units or kind.whole else [(where, "nothing can go")]
+    for told, layers in plan.layers.items():
+        facts.append((f"layers {layers[0]} to {layers[-1]} ({len(layers)})", told))
     facts += [("experts", plan.experts)] if plan.experts else []
-    facts += [(f"budget: {plan.limit.name}", show_limit(plan.limit))] if plan.limit else []
-    facts += [("widths", describe_rounding(entry)) for entry in plan.rounding]
-    return [Table(["", "now", "after", "change"], rows), format_facts(facts)]
+    facts += [(f"budget: {plan.limit.name}", tables.show_limit(plan.limit))] if plan.limit else []
+    facts += [("widths", tables.describe_rounding(entry)) for entry in plan.rounding]
+    return [tables.Table(["", "now", "after", "change"], rows), tables.format_facts(facts)]

@@ -273,7 +273,7 @@ def test_a_file_of_conversations_is_calibration_data(llama, tmp_path, capsys):
     assert first == tokenizer.apply_chat_template(make_chats()[0]["messages"], return_dict=False)[:16]
     options = [*OPTIONS, "--data", str(file), "--output", str(tmp_path / "out"), "--quiet"]
     assert cli.main(["prune", str(llama), *options]) == 2
-    assert "must come with a tokenizer that has a chat template" in capsys.readouterr().err
+    assert "must fit the tokenizer's chat template" in capsys.readouterr().err
     (llama / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))  # as processors keep it
     assert cli.main(["prune", str(llama), *options]) == 0
 
@@ -284,9 +284,9 @@ def test_data_of_other_columns_or_none_are_refused_by_name(llama):
         ValueError, match=r"got \['prompt'\]. Name the column of the text \(--text-column, text_column=…\)"
     ):
         run(llama, dataset=Dataset.from_dict({"prompt": texts}))
-    with pytest.raises(ValueError, match="must have rows, got an empty data set"):
+    with pytest.raises(ValueError, match=r"must have a column text or messages, got \[\]"):
         run(llama, dataset=Dataset.from_list([]))
-    with pytest.raises(ValueError, match=r"splits: must be one of \['test'\], got 'train'"):
+    with pytest.raises(ValueError, match="got DatasetDict"):
         run(llama, dataset=DatasetDict({"test": Dataset.from_dict({"text": texts})}))
     both = {"dataset": Dataset.from_dict({"prompt": texts, "text": texts}), "text_column": "prompt"}
     assert prepare_dataset(str(llama), both)["dataset"].column_names == ["prompt"]

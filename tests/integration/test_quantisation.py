@@ -161,7 +161,7 @@ def test_weights_are_small_on_disk(compressed):
 
 def test_eval_counts_the_parameters_that_are_left_not_packed_ones(compress, capsys):
     *_, out = compress("llama", "struprune_w4a16_gptq")
-    options = ["--window", "32", "--max-tokens", "256", "--no-dense", "--no-keep", "--json"]
+    options = ["--window", "32", "--max-tokens", "256", "--json"]
     assert cli.main(["eval", str(out), *options]) == 0
     (scores,) = json.loads(capsys.readouterr().out)["scores"].values()
     assert scores["parameters"] == read_manifest(out).model.parameters_after

@@ -188,7 +188,7 @@ def test_a_process_killed_for_real_goes_on(opt, tmp_path):
     """kill -9 once a layer is done."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("s_stage: {s_modifiers: {StruPruneModifier: {sparsity: 0.3}}}")
-    options = ["--num-samples", "8", "--seq-length", "32", "--device", "cpu"]
+    options = ["--num-samples", "8", "--seq-length", "32"]
     command = ["prune", str(opt), "--recipe", str(recipe), *options]
     first = [*command, "--output", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "c")]
     process = start_cli(first, tmp_path / "log")

@@ -39,7 +39,7 @@ def test_make_calibration_dataset_cuts_windows_in_order(tokenizer):
 def test_make_calibration_dataset_too_little_text_says_how_much_there_is(tokenizer, tmp_path):
     file = tmp_path / "short.jsonl"
     file.write_text(json.dumps({"text": "a few words only"}) + "\n")
-    with pytest.raises(ValueError, match=r"must hold 4 windows of 8 tokens, got \d+ tokens. Cut sequences to at most"):
+    with pytest.raises(ValueError, match=r"must hold 4 windows of 8 tokens, got \d+ tokens. Lower the number of"):
         make_calibration_dataset(file, tokenizer, 4, 8)
 
 

@@ -92,8 +92,3 @@ def test_the_model_s_own_settings_of_generation_change_nothing(tokenizer):
     model, plain = make_opt().eval(), sample(tokenizer)
     model.generation_config.update(max_new_tokens=3, repetition_penalty=1.5, top_k=2)
     assert torch.equal(sample_windows(model, tokenizer, 6, 16), plain)
-
-
-def test_text_of_another_revision_is_refused(opt):
-    with pytest.raises(ValueError, match="`self` must be left out with model_revision"):
-        oneshot(str(opt), StruPruneModifier(sparsity=0.2), dataset="self", model_revision="v1")

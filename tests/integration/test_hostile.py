@@ -105,7 +105,7 @@ def test_tokens_above_the_vocabulary(model, tmp_path, capsys):
     (model / "tokenizer.json").write_text(json.dumps(content))
     refuse(capsys, tmp_path, "--data: token ids must be below 2048, the model's number of embeddings", model)
     assert cli.main(["eval", str(model), "--max-tokens", "300"]) == 2
-    assert "--text: token ids must be below 2048, the model's number of embeddings" in capsys.readouterr().err
+    assert "text: token ids must be below 2048, the model's number of embeddings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", TEXTS)

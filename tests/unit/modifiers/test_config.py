@@ -162,8 +162,8 @@ def test_the_host_s_own_oneshot_refuses_too(opt):
     ("options", "message"),
     [
         ({"precision": "int3"}, "precision: must be auto, .*, got 'int3'"),
-        ({"dataset": str(DEMO_CALIBRATION), "splits": "train"}, "splits: must be left out for a file"),
-        ({"splits": {"calibration": "train"}}, "splits: must be left out for a file"),
+        ({"dataset": str(DEMO_CALIBRATION), "splits": "train"}, "splits: has no effect on this dataset"),
+        ({"splits": {"calibration": "train"}}, "splits: has no effect on this dataset"),
         ({"dataset": ["x"]}, "dataset: must be .*, got list"),
         ({"dataset": 3}, "dataset: must be .*, got int"),
     ],

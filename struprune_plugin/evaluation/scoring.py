@@ -39,9 +39,8 @@ def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batc
     for batch in tqdm(tokens.unfold(0, window, window).split(batch_size), desc="perplexity", leave=False):
         batch = batch.to(model.device)
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        losses.append(
-            torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").double()
-        )
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
+        losses.append(loss.double())
     return torch.cat(losses).mean().exp().item()
 
 

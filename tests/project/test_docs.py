@@ -87,7 +87,10 @@ COMMANDS = [(page, words) for page, words in read_commands("struprune ") if len(
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=show)
-def test_command_lines_are_accepted(page, words):
+def test_command_lines_are_accepted(page, words, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "test.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     typer.main.get_command(cli.make_app()).commands[words[1]].make_context(words[1], words[2:])
 
 

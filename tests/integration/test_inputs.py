@@ -184,7 +184,8 @@ def save_with_layers_ahead(model_type, folder):
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
-def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path, capsys):
+def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LLM_COMPRESSOR_LOG_LEVEL", raising=False)
     dense = tmp_path / "dense"
     more = save_with_layers_ahead(model_type, dense)
     out, stock = prune_and_convert(dense, tmp_path)

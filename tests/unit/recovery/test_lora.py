@@ -348,7 +348,7 @@ def test_fields_are_checked(fields, message):
             "adapters.targets: .* got 'gate_proj' that matches none .18",
         ),
         ({"adapters": {"targets": ["re:.*lm_head"]}}, {}, "got 're:.*lm_head' that matches none"),
-        ({}, {"dataset": make_dataset(4, 1)}, "at least one sequence of two tokens, got none"),
+        ({}, {"dataset": make_dataset(4, 1)}, "must leave a sequence of two tokens to train on, got 0 of them"),
         ({}, {"dataset": make_dataset(1)}, "must leave a sequence .* got 1 of them, 1 held out"),
         ({"holdout": {"fraction": 0.97}}, {}, "must leave a sequence .* got 8 of them, 8 held out"),
         ({}, {"dataset": make_dataset(4, 65)}, "at most 64 tokens long, the model's number of positions, got 65"),

@@ -93,7 +93,7 @@ def _release_padding(owner: Any) -> None:
 
 
 def list_padded(model: nn.Module) -> list[Any]:
-    """Return the modules of a model some of whose linears are padded."""
+    """Return the modules of a model that hold padded linears."""
     return [module for module in model.modules() if PADDING in vars(module)]
 
 

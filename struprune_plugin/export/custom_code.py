@@ -26,9 +26,9 @@ def is_custom(model: PreTrainedModel) -> bool:
 def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, str]]:
     """Write the module that derives a model's pruned classes next to transformers' cached copy of the model's own module.
 
-    Saving the model then copies this file and those that it imports, the model's own among them, unchanged.
+    Saving the model then copies it and the files that it imports, unchanged. Return the classes of configuration and model, and the
+    configuration's ``auto_map``.
 
-    :returns: the classes of configuration and model, and the configuration's ``auto_map``
     :raises ValueError: the classes did not come with a checkpoint
     """
     kind, config, base = (find_stock(type(each)) for each in (model, model.config, model.base_model))

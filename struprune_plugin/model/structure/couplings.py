@@ -22,7 +22,6 @@ class Call:
     """One call of a module on :data:`COPIES` copies of one sequence.
 
     :param args: positional arguments; the hidden states come first, or are in ``kwargs``
-    :param name: name of the module, as :func:`watch` was given it
     :param given: copy of its hidden states, since later code may write to them
     :param output: what it returned, a copy where it is a tensor; None while it runs
     """

@@ -29,11 +29,7 @@ def find_experts(
     length: int,
     run: Callable[[], Tensor],
 ) -> list[LayerLayout]:
-    """Return the layouts of the kinds of layers with their experts; the experts of the tiny model are split in place.
-
-    :param length: number of tokens of the calls' sequence
-    :param run: returns the model's logits
-    """
+    """Return the layouts of the kinds of layers, measured on ``length`` tokens, with their experts, which are split in place."""
     wanted = run()
     try:
         take_apart(model)

@@ -27,12 +27,8 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk
 
 @dataclass(frozen=True)
 class Routing:
-    """Parts that are removed with an expert, besides its linears.
-
-    :param key: key of the text configuration that holds the number of experts per layer
-    :param tensors: parameters and buffers of a decoder layer with one entry per expert, each with the axis of the entries
-    :param counts: (module name, attribute) of a layer's modules that store the number of experts
-    """
+    """What is removed with an expert: the text configuration's ``key`` for their number, a layer's ``tensors`` with one entry each,
+    by the axis of the entries, and the (module name, attribute) of its modules that store the number (``counts``)."""
 
     key: str
     tensors: Mapping[str, int]
@@ -64,8 +60,7 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
     At least as many experts stay as a token is routed to. Where routing selects groups first, every group keeps the same number,
     at least two, because a group is scored by its best two experts.
 
-    :param config: configuration of the text model
-    :raises ValueError: the number of experts that a token is routed to is not known
+    :raises ValueError: the text configuration does not give the number of experts that a token is routed to
     """
     values = vars(config)
     top_k = find_first(values, _TOP_K)

@@ -40,9 +40,8 @@ def describe_difference(found: Tensor, wanted: Tensor) -> str:
 
 def find_auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class that loads a whole checkpoint: for a wrapper around a text decoder and images, the wrapper's."""
-    known = [
-        auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping
-    ]
+    autos = AutoModelForCausalLM, AutoModelForImageTextToText
+    known = [auto for auto in autos if type(config) in auto._model_mapping]
     names = config.architectures or []
     named = [auto for auto in known if any(kind.__name__ in names for kind in _list_classes(auto, config))]
     return (named or known or [AutoModelForCausalLM])[0]
@@ -73,12 +72,10 @@ def find_class(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = No
 
 
 def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """Build a random instance of a configuration's class with the sizes of :func:`shrink_config`.
+    """Build a random instance of a configuration's class with the sizes of :func:`shrink_config`, as :func:`find_class` finds it.
 
     Float32, on the CPU, in eval mode, with eager attention. Norms, biases, gates and the like vary around their initial
     values, so that nothing is zero or one by chance of initialisation. Torch's random state does not change.
-
-    :raises ValueError: as :func:`find_class` does
     """
     return build_instance(*find_class(shrink_config(config), kind), seed)
 

@@ -28,7 +28,6 @@ def find_flaw(
 
     With a column go the rows that reach columns that go, and no others.
 
-    :param layers: layers that have the module
     :param consumer: the linear that loses columns
     :param reached: by producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
     :param gone: whether a column goes, shape [columns], bool

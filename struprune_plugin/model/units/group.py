@@ -16,7 +16,6 @@ from struprune_plugin.model.structure.layout import Join, Part, Producers, Rows
 class UnitKind:
     """Kind of units.
 
-    :param name: in recipes and manifests
     :param parts: parts of producers whose rows belong to units; rows of other parts are never removed
     :param is_ffn: whether units belong to the FFN, else to attention; groups of one module kind are allocated together
     :param splits_heads: whether a unit is a channel of a head, else a whole head or an FFN channel
@@ -98,7 +97,6 @@ class UnitGroup:
 
     @property
     def heads_per_block(self) -> int:
-        """Number of query heads that share one value head."""
         return self.part_rows["gate"] // self.part_rows["value"]
 
     @property

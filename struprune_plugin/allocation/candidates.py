@@ -2,33 +2,31 @@
 
 Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
 applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
-are compared by the KL divergence of the model's next tokens.
-
-Curves and sensitivities also treat an error as independent of its token. Where that is far from the truth (a norm behind a module,
-errors that many tokens share), whole blocks of modules are affected: those of one kind in one part of the depth. A few plans, each
-with the units of one block removed, measure by how much.
+are compared by the KL divergence of the model's next tokens. Curves also treat an error as independent of its token; where that is
+far from the truth, whole blocks of modules are affected: those of one kind in one part of the depth. A few plans, each with the
+units of one block removed, measure by how much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from compressed_tensors.offload import disable_offloading
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.curves import Fit
+from struprune_plugin.allocation.curves import Batches, Fit
 from struprune_plugin.allocation.rules import GroupStatistics, Sizes
 from struprune_plugin.layerwise.calls import States
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import compute_logits
-from struprune_plugin.layerwise.passes import calibrating, stream_layers
+from struprune_plugin.layerwise.passes import LayerStep, calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
@@ -40,7 +38,7 @@ from struprune_plugin.linalg.ties import argmin_with_ties
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.selection import compute_alike, list_together
+from struprune_plugin.pruning.selection import list_together, split_alike
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
@@ -51,109 +49,94 @@ Block = tuple[int, ...]  # indices of the sizes
 Weights = dict[int, tuple[Tensor, Tensor]]  # a consumer's weights and bias by number of kept units
 
 
-@dataclass
-class _Path:
-    """State of one plan that is passed from layer to layer.
-
-    :param kept: kept units by group; a group without an entry keeps all
-    :param states: hidden states that enter the current layer, by batch; empty while they are the dense ones
-    """
-
-    kept: Mapping[str, int]
-    states: list[States] = field(default_factory=list)
-
-
+@dataclass(frozen=True)
 class Trial:
-    """Trial of plans on the dense model, which is not changed; it measures one divergence per plan.
-
-    One decoder layer is on the device at a time; moments are those of the dense path. With several processes, each runs its own
-    batches, with weights that rank 0 has solved.
+    """Trial of plans on the dense model, which is not changed, with one decoder layer on the device at a time.
 
     :param groups: groups of all layers
-    :param plans: of each, the kept units by group, by the names of the dense model
+    :param plans: of each, the kept units by group, by the names of the dense model; all where a group has no entry
     :param config: methods of the pruning pass
     :param fit: statistics on which the weights are solved
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        groups: Sequence[UnitGroup],
-        plans: Sequence[Mapping[str, int]],
-        config: PruningConfig,
-        fit: Fit,
-        context: DeviceContext,
-    ):
-        self._model, self._groups, self._context = model, groups, context
-        self._config, self._fit, self._num_fit = config, fit, 0 if fit.moments else fit.num_batches
-        self._paths = [_Path(kept) for kept in plans]
-        self._statistics = LayerStatistics(TARGETS["local"], context)
-        self._dense: list[Tensor] = []  # outputs of the last layer, by trial batch
+    model: PreTrainedModel
+    groups: Sequence[UnitGroup]
+    plans: Sequence[Mapping[str, int]]
+    config: PruningConfig
+    fit: Fit
+    context: DeviceContext
 
     @torch.no_grad()
-    def run(self, batches: Sequence[dict[str, Tensor]]) -> None:
-        """Run every plan through all layers.
+    def measure(self, fit: Batches, held: Batches) -> list[float]:
+        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes.
 
-        :param batches: batches to solve on, unless their moments are stored, then batches to try
+        :param fit: batches to solve on, unless their moments are stored
+        :param held: batches to try
         """
-        num_fit = self._num_fit
-        with calibrating(self._model):
-            for step in stream_layers(self._model, batches, self._context, "trials"):
-                own = select_groups(self._groups, step.name)
-                cut = [group for group in own if self._list_counts(group)]
-                step.observe(self._statistics, cut, slice(num_fit))
-                weights = dict[str, Weights]()
-                for together in list_together(cut, {group.name: self._list_counts(group) for group in cut}):
-                    solved = self._solve(step.layer, together)
-                    weights.update(zip((group.name for group in together), solved, strict=True))
-                step.observe(self._statistics, [], slice(num_fit, None))
-                self._dense = [flow.states.hidden for flow in step.flows[num_fit:]]
-                for path in self._paths:
-                    self._advance(path, step.layer, own, weights)
-                self._statistics.finish_layer()
-
-    @torch.no_grad()
-    def measure(self, batches: Sequence[dict[str, Tensor]]) -> list[float]:
-        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes, after :meth:`run`."""
-        paths = [[states.hidden for states in path.states] or self._dense for path in self._paths]
+        fit = [] if self.fit.moments else fit
+        statistics = LayerStatistics(TARGETS["local"], self.context)
+        paths: list[list[States]] = [[] for _ in self.plans]  # by batch; empty while they are the dense ones
+        with calibrating(self.model):
+            for step in stream_layers(self.model, [*fit, *held], self.context, "trials"):
+                self._run_layer(step, statistics, len(fit), paths)
+        dense = [flow.states for flow in step.flows[len(fit) :]]
+        finals = zip(*([states.hidden for states in path or dense] for path in (dense, *paths)), strict=True)
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading():
-            for index, batch in enumerate(tqdm(batches, desc="KL divergences")):
+            for batch, hidden in zip(tqdm(held, desc="KL divergences"), finals, strict=True):
                 mask = batch.get("attention_mask")
                 valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
                 count += int(valid.sum())
-                finals = [hidden[index] for hidden in (self._dense, *paths)]
-                for row, kept in enumerate(valid):
-                    totals += self._compare(batch, row, kept, finals)
+                for row, kept_tokens in enumerate(valid):
+                    totals += self._compare(batch, row, kept_tokens, hidden)
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
         """Return the numbers of kept units in the plans, without the number of all units."""
-        return sorted({path.kept.get(group.name, group.num_units) for path in self._paths} - {group.num_units})
+        return sorted({kept.get(group.name, group.num_units) for kept in self.plans} - {group.num_units})
 
-    def _solve(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[Weights]:
-        """Return the consumers' weights, in module order, and biases, solved on rank 0, for every number of kept units.
+    def _run_layer(self, step: LayerStep, statistics: LayerStatistics, num_fit: int, paths: list[list[States]]) -> None:
+        """Solve a layer's weights on the first batches, and take the dense path and every plan's through it on the others."""
+        weights = self._solve_layer(step, statistics, slice(num_fit))
+        calls = [flow.advance(step.index, step.layer, self.context) for flow in step.flows[num_fit:]]
+        for place, kept in enumerate(self.plans):
+            new = {group.consumer: own[kept[group.name]] for group, own in weights if kept.get(group.name) in own}
+            if not new and not paths[place]:
+                continue
+            before, path = paths[place], list[States]()
+            with replace_weights(step.layer, new):
+                for call, states in zip(calls, before or [call.states for call in calls], strict=True):
+                    path.append(call.run(step.layer, self.context, states).map(self.context.park))
+            for states in before:
+                self.context.release(states.hidden)
+            paths[place] = path
 
-        :param groups: one group, or experts of one shape
-        """
-        modules, known = [ModuleView(layer, group, self._statistics) for group in groups], self._fit.moments
-        if known is None:
-            gathered = self._statistics.collect_moments(layer, groups, "trials")
-        else:
-            gathered = [known[group.name] for group in groups]
-        device = self._context.solve_device
-        with self._context.solving():
-            return compute_on_rank0(
-                partial(compute_alike, self._solve_alike, device, gathered, modules, gathered), device
-            )
+    def _solve_layer(self, step: LayerStep, statistics: LayerStatistics, fit: slice) -> list[tuple[UnitGroup, Weights]]:
+        """Return the consumers' weights, in module order, and biases, solved on rank 0, for every number of kept units."""
+        solved, known = list[tuple[UnitGroup, Weights]](), self.fit.moments
+        cut = [group for group in select_groups(self.groups, step.name) if self._list_counts(group)]
+        step.observe(statistics, cut, fit)
+        for together in list_together(cut, {group.name: self._list_counts(group) for group in cut}):
+            modules = [ModuleView(step.layer, group, statistics) for group in together]
+            if known is None:
+                gathered = statistics.collect_moments(step.layer, together, "trials")
+            else:
+                gathered = [known[group.name] for group in together]
+            for alike, moments in split_alike(modules, gathered):
+                with self.context.solving():
+                    weights = compute_on_rank0(partial(self._solve, alike, moments), self.context.solve_device)
+                solved += zip((module.group for module in alike), weights, strict=True)
+            del gathered, moments  # before the next are assembled
+        statistics.finish_layer()
+        return solved
 
-    def _solve_alike(self, modules: Sequence[ModuleView], gathered: Sequence[GroupMoments]) -> list[Weights]:
+    def _solve(self, modules: Sequence[ModuleView], gathered: Sequence[GroupMoments]) -> list[Weights]:
         """Return the weights on the kept units, zero elsewhere; the dense ones without a solve, or all with too few tokens."""
-        group, config, to_solver = modules[0].group, self._config, self._context.to_solver
+        group, config, to_solver = modules[0].group, self.config, self.context.to_solver
         names, counts, copies = [m.group.name for m in modules], self._list_counts(group), group.columns_per_unit
-        dense, basis = stack([module.read_weights() for module in modules]), self._fit.measured[group.name].basis
-        order = to_solver(stack([self._fit.measured[name].order for name in names]))
+        dense, basis = stack([module.read_weights() for module in modules]), self.fit.measured[group.name].basis
+        order = to_solver(stack([self.fit.measured[name].order for name in names]))
         if config.weight_update.solves and gathered[0].determines:
             moments = stack_moments([move_moments(own.all, to_solver) for own in gathered])
             damped = damp_moments(moments, dense, config.dampening_frac, modules[0].has_bias)
@@ -174,38 +157,15 @@ class Trial:
                 own[count] = weight, bias
         return weights
 
-    def _advance(
-        self, path: _Path, layer: nn.Module, groups: Sequence[UnitGroup], weights: Mapping[str, Weights]
-    ) -> None:
-        """Propagate a plan's hidden states through the layer, pruned as in the plan."""
-        new = {
-            group.consumer: solved[kept]
-            for group in groups
-            if (kept := path.kept.get(group.name, group.num_units)) in (solved := weights.get(group.name, {}))
-        }
-        if not new and not path.states:
-            return
-        calls = self._statistics.calls[self._num_fit :]
-        inputs = path.states or [call.states for call in calls]
-        with replace_weights(layer, new):
-            outputs = [
-                call.run(layer, self._context, states).map(self._context.park)
-                for call, states in zip(calls, inputs, strict=True)
-            ]
-            for states in path.states:
-                self._context.release(states.hidden)
-            path.states = outputs
-
     def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
 
-        :param row: index of the sequence in its batch
         :param kept: mask of the tokens that count, shape [tokens], bool
         :param finals: hidden states of the last layer for the whole batch, parked
         """
 
         def compute(final: Tensor) -> Tensor:
-            logits = compute_logits(self._model, batch, row, final, self._context)
+            logits = compute_logits(self.model, batch, row, final, self.context)
             logits = logits if kept.all() else logits[kept.to(logits.device)]
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -221,13 +181,11 @@ class Trial:
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
-    """Return the allocation that changes the model's output least on held-out batches; the first one among ties.
+    """Return the allocation of least divergence, the first one among ties; the first of all if none is finite.
 
-    :param proposed: allocations by name; the first is returned if no divergence is finite
-    :param divergences: KL divergences in the same order; empty if nothing was tried
+    :param divergences: KL divergences, in the order of the allocations
     """
-    known = zip(proposed, divergences, strict=True) if divergences else ()
-    tried = {name: value for name, value in known if math.isfinite(value)}
+    tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
     if not tried:
         return next(iter(proposed.values()))
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
@@ -266,22 +224,18 @@ def bend_curves(
 ) -> dict[str, GroupStatistics]:
     """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
 
-    :param statistics: statistics by the name of a size
     :param kept: kept units of the allocation with which the blocks were tried, by group name
     :param divergences: divergence of the model's output with a block's units removed, in nats
     """
-    said = {
-        block: sum(float(statistics[sizes[place].name].curve[kept[sizes[place].name]]) for place in block)
-        for block in divergences
-    }
+    names = {block: [sizes[place].name for place in block] for block in divergences}
+    said = {block: sum(float(statistics[name].curve[kept[name]]) for name in own) for block, own in names.items()}
     total, measured = sum(said.values()), sum(divergences.values())
-    if not (total > 0 and measured > 0):
-        return dict(statistics)
     bent, floor = dict(statistics), _NOISE / len(said)
+    if not (total > 0 and measured > 0):
+        return bent
     for block, divergence in divergences.items():
         factor = (divergence / measured + floor) / (said[block] / total + floor)
         factor = min(max(factor, 1 / _MOST), _MOST)
-        for place in block:
-            name = sizes[place].name
+        for name in names[block]:
             bent[name] = replace(statistics[name], curve=statistics[name].curve * factor)
     return bent

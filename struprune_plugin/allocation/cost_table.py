@@ -36,7 +36,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class ModuleCosts(Config):
     """Seconds of one kind of module in one decoder layer.
 
-    :param module: kind of the module, see :func:`describe_module`
+    :param module: see :func:`describe_module`
     :param units: numbers of kept units that were timed, rising
     :param seconds: seconds at these, above any common offset; those between are interpolated, those below the first constant
     """
@@ -81,8 +81,9 @@ class CostTable(Config):
         """
         name, known = describe_module(model, group), {costs.module: costs for costs in self.modules}
         if name not in known:
+            told = ", ".join(known)
             raise ValueError(
-                f"budget.costs: must hold {name!r}, got {', '.join(known)}. Time these units, too, or do not prune them."
+                f"budget.costs: must hold {name!r}, got {told}. Time these units, too, or do not prune them."
             )
         return known[name].list_costs(group.num_units)
 
@@ -109,10 +110,7 @@ def describe_shapes(model: nn.Module) -> dict[str, int]:
 
 
 def read_table(path: str, model: nn.Module) -> CostTable:
-    """Return the table that a file holds for a model.
-
-    :raises ValueError: the file is missing, holds no table, or one of a model of other shapes
-    """
+    """Return the table that a file holds for a model; a ValueError if it holds none, or one of other shapes."""
     try:
         table = CostTable.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, RecursionError, OSError) as error:

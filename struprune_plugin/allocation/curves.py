@@ -15,7 +15,6 @@ from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
-from struprune_plugin.linalg.elimination import RankedUnits
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, sum_increases
 from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.units.group import UnitGroup, select_groups
@@ -34,20 +33,16 @@ class Fit:
     """Results of an allocation pass.
 
     :param measured: statistics of every group, by name
-    :param num_batches: number of batches that were read
-    :param moments: moments of every group over these batches, by name; None if they are not stored
+    :param moments: moments of every group over the batches, by name; None if they are not stored
     """
 
     measured: Mapping[str, GroupStatistics]
-    num_batches: int
     moments: Mapping[str, GroupMoments] | None = None
 
 
 @dataclass(frozen=True)
 class CurveMeasurer:
     """Measurer of every module's importance and error curve on the dense model, which is not changed.
-
-    One decoder layer is on the device at a time.
 
     :param config: methods by which units are ranked and errors measured
     """
@@ -60,41 +55,31 @@ class CurveMeasurer:
 
     def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> Fit:
         """Return the statistics of every group and, for trials on the same batches, its moments, if they are kept."""
-        measured, stored = dict[str, GroupStatistics](), dict[str, GroupMoments]() if keeps_moments else None
-        statistics = LayerStatistics(TARGETS["local"], self.context)
+        measured, stored = dict[str, GroupStatistics](), dict[str, GroupMoments]()
+        statistics, park = LayerStatistics(TARGETS["local"], self.context), partial(self.context.park, what="moments")
         with calibrating(self.model):
             for step in stream_layers(self.model, batches, self.context, "error curves"):
                 own = select_groups(groups, step.name)
                 step.observe(statistics, own)
                 for together in list_together(own):
                     modules = [ModuleView(step.layer, group, statistics) for group in together]
-                    found = self._measure_alike(modules, stored)
-                    measured.update(zip((group.name for group in together), found, strict=True))
+                    moments = statistics.collect_moments(step.layer, together, "statistics")
+                    names = [group.name for group in together]
+                    if keeps_moments:
+                        parked = [replace(part, all=move_moments(part.all, park)) for part in moments]
+                        stored.update(zip(names, parked, strict=True))
+                    with self.context.solving():
+                        found = compute_on_rank0(partial(self._describe, modules, moments), torch.device("cpu"))
+                    measured.update(zip(names, found, strict=True))
+                    del moments  # before the next are assembled
                 statistics.finish_layer()
-        return Fit(measured, len(batches), stored)
+        return Fit(measured, stored if keeps_moments else None)
 
-    def _measure_alike(
-        self, modules: Sequence[ModuleView], stored: dict[str, GroupMoments] | None
-    ) -> list[GroupStatistics]:
-        """Return the statistics of a group, or of experts of one shape, computed on rank 0; add their moments to those stored."""
-        layer, groups = modules[0].layer, [module.group for module in modules]
-        moments = modules[0].statistics.collect_moments(layer, groups, "statistics")
-        if stored is not None:
-            for group, gathered in zip(groups, moments, strict=True):
-                parked = move_moments(gathered.all, partial(self.context.park, what="moments"))
-                stored[group.name] = replace(gathered, all=parked)
-
-        def describe() -> list[GroupStatistics]:
-            config = self.config
-            problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
-            return self._describe(problems, rank_units(problems, config, modules[0].group.num_units))
-
-        with self.context.solving():
-            return compute_on_rank0(describe, torch.device("cpu"))
-
-    def _describe(self, problems: Sequence[GroupProblem], ranked: Sequence[RankedUnits]) -> list[GroupStatistics]:
-        """Return the statistics of ranked groups of one shape, with one transfer to the host for all."""
+    def _describe(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments]) -> list[GroupStatistics]:
+        """Return the statistics of groups of one shape, with one transfer to the host for all."""
         config, host = self.config, self.context.to_host
+        problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
+        ranked = rank_units(problems, config, modules[0].group.num_units)
         scores, order = (torch.stack([getattr(units, name) for units in ranked]) for name in ("scores", "order"))
         if config.weight_update.solves and config.importance.eliminates:
             curves = sum_increases(scores.gather(1, order))
@@ -116,7 +101,7 @@ class CurveMeasurer:
 
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:
-    """Return whether all groups' moments fit in a fixed share of the host's free memory."""
+    """Return whether all groups' moments fit in a share of the host's free memory."""
     return count_moment_bytes(groups, hidden_size) <= _KEPT * psutil.virtual_memory().available
 
 

@@ -40,7 +40,6 @@ class Budget:
     """Budget of a recipe on a model.
 
     :param sparsity: fraction of all prunable parameters to remove
-    :param num_prunable: number of prunable parameters
     :param share: mean sparsity of the groups to prune that meets it
     :param sensitivity: name of the sensitivity that weights errors, for the record
     :param limit: seconds that may remain, in the order of the sizes, in place of the share
@@ -61,10 +60,10 @@ class Budget:
 class GroupStatistics:
     """Measurements of one group in the allocation pass, on the host.
 
-    :param importance: importance, as the rule weighs it
+    :param importance: as the rule weighs it
     :param curve: error with k = 0 ... num_units units kept
     :param scores: score of every unit
-    :param order: removal order of the units, first removed first, shape [num_units], int64
+    :param order: removal order of the units, first removed first, int64
     :param basis: basis to which the heads' units are rotated first; None without rotation
     """
 
@@ -145,7 +144,7 @@ def allocate_uniformly(
 ) -> UnitAllocation:
     """Return an allocation of equal sparsity in every group, rounded so that the budget is met.
 
-    :param allowed: function that returns whether a kind of modules may keep n units, where all layers must be of one size
+    :param allowed: whether a kind of modules may keep n units, where all layers must be of one size
     """
     share, limit = budget.share, budget.limit
     if allowed is None:
@@ -162,14 +161,11 @@ def allocate_uniformly(
 class ErrorCurve(AllocationRule):
     """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
     (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
-    to the measured divergences (:mod:`struprune_plugin.allocation.candidates`). The allocations of both are tried against some
-    nearer to uniform.
+    to the measured divergences. The allocations of both are tried against some nearer to uniform (method.md section 5).
 
-    :param samples: calibration sequences for the curves, in a pruning stage's own pass; at least four tokens per input of the
-        widest module are used
+    :param samples: calibration sequences for the curves; at least four tokens per input of the widest module are used
     :param trial_samples: calibration sequences, the last ones, on which allocations are compared by the KL divergence of the
-        model's own output; the best one is used. As many before them are for blocks of modules. Both are at most a quarter of
-        all; 0 uses the allocation of the curves alone
+        model's own output. As many before them are for blocks of modules. Both are at most a quarter of all; 0 tries nothing
     :param max_sparsity: the maximum sparsity of a module, to within one step
     """
 
@@ -193,10 +189,7 @@ class ErrorCurve(AllocationRule):
         return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
 
     def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
-        """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget.
-
-        Curves are used at errors of any size; where they are wrong, it is where a module would lose much more than others.
-        """
+        """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget."""
         taken, found = [1 - own.kept[size.name] / size.num_units for size in sizes], dict[str, list[int]]()
         for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
             shares = [(1 - part) * sparsity + part * budget.share for sparsity in taken]

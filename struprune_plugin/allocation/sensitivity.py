@@ -1,5 +1,4 @@
-"""Measurements of the whole dense model, once per run: the saliency of its units where an importance asks for it, and the
-sensitivity of its output to errors in each module's output, with one decoder layer on the device at a time."""
+"""Measurements of the whole dense model, once per run: saliency of units, and sensitivity to errors in each module's output."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
-from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import place_rows, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import list_visits
@@ -44,9 +42,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Return the measurements that a run needs.
 
-    :param importance: importance whose saliency is measured, if it needs one
+    :param importance: its saliency is measured, if it needs one
     :param samples: sequences for the Fisher information; None where it is not needed
-    :raises ValueError: too little memory for gradients
     """
     saliency, roots = dict[str, Tensor](), dict[str, Tensor]()
     if importance.gradients:
@@ -70,19 +67,15 @@ def measure_fisher(
 ) -> dict[str, Tensor]:
     """Return the Fisher information of every module's output, mean over tokens, by :attr:`UnitGroup.output_name`.
 
-    The module is a group's consumer, or the list of experts that contains it.
-
     With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape [d, d],
     float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second order, tokens
     taken as independent.
 
-    One forward pass stores every layer's input; then each layer alone runs again and propagates the gradient. All batches pass
-    through a layer before the next layer, so that its weights are moved to the device once per direction. Only activations get
-    gradients.
+    One forward pass stores every layer's input; then each layer alone runs again and propagates the gradient, for all batches, so
+    that its weights are moved to the device once per direction. Only activations get gradients.
 
-    :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
     :param num_sequences: maximum number of sequences, an equal share of every process' loader
-    :param context: decides what runs on the host
+    :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
@@ -90,17 +83,13 @@ def measure_fisher(
     parts = [{name: part for name, part in batch.items() if name in wanted} for batch in first]
     before = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
-    with (
-        freeze_weights(model),
-        tqdm(total=2 * len(find_decoder_layers(model)) * len(parts), desc="sensitivity") as bar,
-    ):
+    with freeze_weights(model):
         for batches in _fit_batches(model, parts, context):
             flows = enter_batches(model, batches, context)
-            for index, _, layer, following in list_visits(model):
+            for index, _, layer, following in tqdm(list(list_visits(model)), desc="sensitivity, forward"):
                 with torch.no_grad(), context.hold(layer, following):
                     for flow in flows:
                         flow.advance(index, layer, context)
-                bar.update(len(flows))
             with disable_offloading():
                 for flow in flows:
                     num_tokens = _turn_round(model, flow, before, context)
@@ -108,10 +97,9 @@ def measure_fisher(
                     before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
             if not finite:
                 break
-            for index, name, layer, following in list_visits(model, backward=True):
+            for index, name, layer, following in tqdm(list(list_visits(model, True)), desc="sensitivity, backward"):
                 with context.hold(layer, following):
                     _run_backward(layer, index, select_groups(groups, name), flows, sums, context)
-                bar.update(len(flows))
     counts = gather((counted, finite))
     if not all(row[1] for row in counts):
         return {}
@@ -137,17 +125,14 @@ def _fit_batches(
             yield taken
             taken = []
         taken.append(part)
-    if taken:
-        yield taken
+    yield taken
 
 
 def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int:
-    """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens.
+    """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens, 0 where the
+    output is not finite.
 
-    No tokens are scored where the output is not finite. The logits are those of one sequence at a time.
-
-    :param first: index of the batch's first sequence among all; seeds that sequence's labels, so that they do not depend on how
-        sequences are split into batches or over processes
+    :param first: index of the batch's first sequence among all, which seeds its labels: they do not depend on the batches
     """
     mask = flow.batch.get("attention_mask")
     valid = (torch.ones_like(flow.batch["input_ids"]) if mask is None else mask).bool()
@@ -184,10 +169,8 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
 def draw_labels(probs: Tensor, draws: Tensor) -> Tensor:
     """Return the token at which each distribution's cumulative sum exceeds its draw, shape [tokens, 1], int64.
 
-    One number per token is drawn on the host, at any vocabulary, so that every device gives the same labels.
-
     :param probs: shape [tokens, V]
-    :param draws: uniform in [0, 1), shape [tokens], float64
+    :param draws: uniform in [0, 1), shape [tokens], float64; drawn on the host, so that every device gives the same labels
     """
     labels = []
     for part, draw in zip(probs.split(_DRAWN), draws.split(_DRAWN), strict=True):
@@ -217,22 +200,17 @@ def _run_backward(
         for name, module in watched.items():
             stack.callback(layer.get_submodule(module).register_forward_hook(partial(see, name)).remove)
         for flow in flows:
+            call = flow.calls[index]
             flow.turn_back(index, layer, context)
             for name in watched:
                 output = outputs.pop(name)
-                gradient = torch.zeros_like(output) if output.grad is None else output.grad
+                gradients = torch.zeros_like(output) if output.grad is None else output.grad
                 del output
-                _add_products(sums, name, gradient, flow.calls[index], context)
+                gradients = gradients.flatten(0, -2)[
+                    : math.prod(call.batch_shape)
+                ]  # Llama 4's experts all get all tokens
+                for rows in place_rows(split_tokens(call), gradients.device, context):
+                    gram = context.to_solver(multiply_by_itself(gradients[rows].float())).double()
+                    sums[name] = sums[name].add_(gram) if name in sums else gram
     for name in watched:
         sums[name] = context.park(sums[name], "fisher")
-
-
-def _add_products(
-    sums: dict[str, Tensor], name: str, gradients: Tensor, call: LayerCall, context: DeviceContext
-) -> None:
-    """Add ``g g^T`` of one batch to a sum."""
-    gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # each of Llama 4's experts gets all tokens
-    for rows in place_rows(split_tokens(call), gradients.device, context):
-        gram = multiply_by_itself(gradients[rows].float())
-        gram = context.to_solver(gram).double()
-        sums[name] = sums[name].add_(gram) if name in sums else gram

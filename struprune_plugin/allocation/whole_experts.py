@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.rounding import GroupSize
@@ -38,23 +37,18 @@ class Mixture:
     num_groups: int
     cost: int
 
-    def count_gone(self, left: int) -> int:
-        """Return the parameters removed when ``left`` experts of a layer remain."""
-        return (self.counts[0] - left) * self.cost
-
     def split_budget(self, sizes: Sequence[GroupSize], asked: float) -> tuple[int, float]:
         """Return the number of experts that stay in a layer, and the share of the other groups' parameters to remove beside them.
 
-        Of the numbers that meet the budget, it is the one at which experts lose a share nearest to that of all parameters. If
-        none does, it is the nearest number, to within half an expert of every layer.
+        Of the numbers nearest to the budget, it is the one at which experts lose a share nearest to that of all parameters.
 
         :param asked: parameters to remove
-        :raises ValueError: that many parameters cannot be removed
+        :raises ValueError: that many parameters cannot be removed, to within half an expert of every layer
         """
         total, most = sum(size.num_parameters for size in sizes), sum(size.max_removable for size in sizes)
         first, last = self.counts[0], self.counts[-1]
         even = asked / (first * self.cost + total)
-        wanted = {left: asked - self.count_gone(left) for left in self.counts}
+        wanted = {left: asked - (first - left) * self.cost for left in self.counts}
         taken = {left: min(max(rest, 0.0), most) for left, rest in wanted.items()}
         misses = {left: abs(wanted[left] - taken[left]) for left in self.counts}
         least = min(misses.values())
@@ -103,29 +97,24 @@ def score_experts(
     for step in stream_layers(model, batches, context, "experts"):
         own = select_groups(firsts, step.name)
         lists: list[Any] = [step.layer.get_submodule(group.experts) for group in own]
-        sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]
+        sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]  # of norms, of tokens
         with record(step.layer, own) as seen:
             for flow in step.flows:
                 call = flow.advance(step.index, step.layer, context)
                 for group, members, total in zip(own, lists, sums, strict=True):
-                    total += _sum_up(members, seen.arguments[group.experts], call)
+                    _add_norms(total, members, seen.arguments[group.experts], call.tokens)
         scores |= {group.output_name: (s[0] / s[1].clamp(min=1)).tolist() for group, s in zip(own, sums, strict=True)}
     return scores
 
 
-def _sum_up(members: Any, args: Sequence[Tensor], call: LayerCall) -> Tensor:
-    """Return per expert the sum of router weight times output norm over its counted tokens, and their number, shape
-    [2, experts], float64.
+def _add_norms(total: Tensor, members: Any, args: Sequence[Tensor], counted: Tensor | None) -> None:
+    """Add every expert's sum of router weight times output norm over the counted tokens, and their number, shape [2, experts].
 
     :param args: hidden states of all tokens, experts chosen for each and their weights
     """
-    if call.tokens is not None:
-        args = [part[call.tokens.to(part.device)] for part in args]
-    hidden, chosen, weights = args
-    total = torch.zeros(2, members.num_experts, dtype=torch.float64)
+    hidden, chosen, weights = args if counted is None else (part[counted.to(part.device)] for part in args)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)
         norms = members[expert](hidden[tokens]).float().norm(dim=1)
-        total[0, expert] = float((weights[tokens, place].float() * norms).sum(dtype=torch.float64))
-        total[1, expert] = len(tokens)
-    return total
+        total[0, expert] += float((weights[tokens, place].float() * norms).sum(dtype=torch.float64))
+        total[1, expert] += len(tokens)

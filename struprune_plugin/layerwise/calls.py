@@ -17,11 +17,11 @@ Place = int | str  # place of an argument: its index among the positional ones a
 
 @dataclass(frozen=True)
 class States:
-    """Hidden states that one path of a batch carries from a decoder layer to the next.
+    """States that one path of a batch carries from a decoder layer to the next.
 
-    :param hidden: hidden states, shape [batch, sequence, d]; classes with several streams have one more axis
+    :param hidden: shape [batch, sequence, d]; classes with several streams have one more axis
     :param others: other values that layers pass to later ones: parts of their output by index, and entries of mappings that they
-        fill (keys and values shared by layers, for instance) by (place of the argument, key)
+        fill (shared keys and values, for instance) by (place of the argument, key)
     """
 
     hidden: Tensor
@@ -35,20 +35,15 @@ class States:
         """Return the tensors that gradients may flow through, the hidden states first; the order is the same for all layers."""
         return [part for part in [self.hidden, *list_tensors(dict(self.others))] if part.is_floating_point()]
 
-    def watch(self) -> States:
-        """Return the states as leaves of a new graph."""
-        return self.map(lambda part: part.detach().requires_grad_() if part.is_floating_point() else part)
-
 
 @dataclass
 class LayerCall:
     """Call of a decoder layer, stored so that it can be repeated.
 
-    :param hidden: hidden states, as in :class:`States`
+    :param hidden: as in :class:`States`, like ``others``
     :param arguments: other arguments by place, positional first; equal tensors of successive layers and batches are stored once
     :param tokens: flat indices of the tokens that are not padding, shape [kept], on the host; None where no token is padding
     :param name: name of the argument that holds the hidden states; empty where they are the first positional one
-    :param others: other values from earlier layers, as in :class:`States`
     :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
     :param keeps: parts of this layer's output that the next layer receives
     :param shape: batch shape (sequences, tokens); None where it is that of the hidden states
@@ -84,10 +79,7 @@ class LayerCall:
         return States(self.hidden, self.others)
 
     def run(self, layer: Callable[..., Any], context: DeviceContext, states: States | None = None) -> States:
-        """Run the layer again, on the states of another path where given; return the states for the next layer, on the device.
-
-        Entries of shared mappings that the layer does not change are returned as given.
-        """
+        """Run the layer again, on the states of another path where given; return the states for the next layer, on the device."""
 
         def send(part: Tensor) -> Tensor:
             return context.to_device(part, self.device)
@@ -111,10 +103,7 @@ class LayerCall:
 
 
 def list_parts(output: Any) -> list[Any]:
-    """Return the parts of a layer's output, the hidden states first.
-
-    :raises ValueError: the output is neither a tensor nor a tuple that begins with one
-    """
+    """Return the parts of a layer's output, the hidden states first."""
     parts = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, tuple | list) else []
     if not parts or not isinstance(parts[0], Tensor):
         raise ValueError(
@@ -126,10 +115,7 @@ def list_parts(output: Any) -> list[Any]:
 
 def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[Place, Any]]:
     """Return the name of the argument that holds the hidden states, empty where it is the first positional one; the hidden
-    states; all other arguments by place.
-
-    :raises ValueError: no argument can hold the hidden states
-    """
+    states; all other arguments by place."""
     if args:
         return "", args[0], dict[Place, Any](enumerate(args[1:])) | dict[Place, Any](kwargs)
     named = [key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()]
@@ -141,38 +127,34 @@ def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[P
     return name, kwargs[name], {key: value for key, value in kwargs.items() if key != name}
 
 
-def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
-    """Return a tensor, or a tuple, list or mapping of tensors, parked; an equal stored tensor is reused.
+def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """Return a tensor, or a tuple, list or mapping of tensors, parked; equal tensors of ``known`` are reused.
 
-    :param known: stored value that may hold equal tensors
+    :param known: stored value of the same form, or another
     :param seen: (tensor, the parked one) by id, for tensors that were met before
     """
-    if isinstance(value, tuple | list):
-        others = known if isinstance(known, type(value)) and len(known) == len(value) else (None,) * len(value)
-        held = [store(part, other, context, seen) for part, other in zip(value, others, strict=True)]
-        return type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
-    if isinstance(value, MutableMapping):
-        entries = known if isinstance(known, MutableMapping) else {}
-        return _refill(value, {key: store(part, entries.get(key), context, seen) for key, part in value.items()})
-    if not isinstance(value, Tensor):
-        return value
-    if seen is not None and id(value) in seen:
-        return seen[id(value)][1]
-    alike = isinstance(known, Tensor) and known.shape == value.shape and known.dtype == value.dtype
-    is_known = alike and torch.equal(context.to_device(known, value.device), value)
-    stored = known if is_known else context.park(value)
-    if seen is not None:
-        seen[id(value)] = value, stored
-    return stored
+    others = iter(list_tensors(known))
+
+    def hold(tensor: Tensor) -> Tensor:
+        other = next(others, tensor.new_empty(0))
+        if id(tensor) not in seen:
+            alike = other.shape == tensor.shape and other.dtype == tensor.dtype
+            is_known = alike and torch.equal(context.to_device(other, tensor.device), tensor)
+            seen[id(tensor)] = tensor, other if is_known else context.park(tensor)
+        return seen[id(tensor)][1]
+
+    return map_tensors(hold, value)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Return a tensor, or a tuple, list or mapping of tensors, with ``change`` applied; lists and mappings are new objects."""
     if isinstance(value, tuple | list):
-        made = [map_tensors(change, part) for part in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        parts = [map_tensors(change, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, MutableMapping):
-        return _refill(value, {key: map_tensors(change, part) for key, part in value.items()})
+        made: Any = copy.copy(value)
+        made.update({key: map_tensors(change, part) for key, part in value.items()})
+        return made
     return change(value) if isinstance(value, Tensor) else value
 
 
@@ -183,19 +165,10 @@ def list_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _refill(mapping: MutableMapping, entries: Mapping) -> MutableMapping:
-    """Return a mapping of the same class with other entries."""
-    made = copy.copy(mapping)
-    made.clear()
-    made.update(entries)
-    return made
-
-
 def find_tokens(mask: Tensor | None) -> Tensor | None:
-    """Return the flat indices of a batch's tokens that are not padding.
+    """Return the flat indices of a batch's tokens that are not padding, shape [kept], int64, on the host; None where all are.
 
     :param mask: attention mask, 0 at padding, shape [batch, sequence]; None where nothing is padded
-    :return: shape [kept], int64, on the host; None where no token is padding
     """
     if mask is None or mask.bool().all():
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,24 +52,6 @@ class Seen:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def clear(self, _layer: nn.Module, _args: tuple) -> None:
-        """Forget the last pass, as a hook of the layer."""
-        for part in (self.inputs, self.outputs, self.arguments):
-            part.clear()
-
-    def see_input(self, name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Record what a module gets, as its hook."""
-        self.inputs[name], self.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
-
-    def see_output(self, name: str, stops: bool, _module: nn.Module, _args: tuple, output: Any) -> None:
-        """Record what a module returns, as its hook.
-
-        :raises Stopped: if the hook ``stops`` the pass
-        """
-        self.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
-        if stops:
-            raise Stopped
-
     def read(self, group: UnitGroup) -> Stream:
         """Return the tensors of a group's module."""
         residual, source = self.inputs[group.join.residual], self.inputs[next(iter(group.producers))]
@@ -80,8 +62,7 @@ class Seen:
     def add_sum(self, group: UnitGroup) -> Tensor:
         """Return the residual stream after the sum of a group's experts, in units of the sum, shape [tokens, d], float32.
 
-        It is added in float32, because a layer's own output is rounded to its dtype, which hides small errors where some channels
-        of the stream are large.
+        A layer's own output is rounded to its dtype, which hides small errors where some channels of the stream are large.
         """
         return self.inputs[group.join.residual].float() / group.join.scale + self.outputs[group.join.block].float()
 
@@ -90,21 +71,33 @@ class Seen:
 def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) -> Iterator[Seen]:
     """Record what the modules around groups get and return in a decoder layer's forward passes.
 
-    :param groups: for an expert, its list's arguments are recorded, too
-    :param stop: end a pass with :class:`Stopped` once a consumer has run
+    :param stop: end a pass with :class:`Stopped` where all of a single group is known once its consumer has run
     """
     seen, consumers = Seen(), {group.consumer for group in groups}
+    stop = stop and len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
     inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
     inputs |= {group.experts for group in groups if group.experts}
     outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block) if name}
+
+    def forget(_layer: nn.Module, _args: tuple) -> None:
+        for part in vars(seen).values():
+            part.clear()
+
+    def see_input(name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.inputs[name], seen.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
+
+    def see_output(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
+        seen.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
+        if stop and name in consumers:
+            raise Stopped
+
     with ExitStack() as stack:
-        stack.callback(layer.register_forward_pre_hook(seen.clear, prepend=True).remove)
+        stack.callback(layer.register_forward_pre_hook(forget, prepend=True).remove)
         for name in inputs:
-            see = partial(seen.see_input, name)
+            see = partial(see_input, name)
             stack.callback(layer.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True).remove)
         for name in outputs:
-            see = partial(seen.see_output, name, stop and name in consumers)
-            stack.callback(layer.get_submodule(name).register_forward_hook(see).remove)
+            stack.callback(layer.get_submodule(name).register_forward_hook(partial(see_output, name)).remove)
         yield seen
 
 
@@ -127,16 +120,13 @@ def keep_outputs(layer: nn.Module, names: Iterable[str], call: LayerCall, contex
 def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterator[None]:
     """Let modules return what :func:`keep_outputs` recorded, once, in place of running."""
 
-    def answer(outputs: list[Any]) -> Callable[..., Any]:
-        def forward(*_args: Any, **_kwargs: Any) -> Any:
-            return map_tensors(partial(context.to_device, device=call.device), outputs.pop(0))
-
-        return forward
+    def forward(outputs: list[Any], /, *_args: Any, **_kwargs: Any) -> Any:
+        return map_tensors(partial(context.to_device, device=call.device), outputs.pop(0))
 
     held = list_tensors(list(call.known.values()))
     with ExitStack() as stack:
         for name, outputs in call.known.items():
-            stack.enter_context(patch_attr(layer.get_submodule(name), "forward", answer(outputs)))
+            stack.enter_context(patch_attr(layer.get_submodule(name), "forward", partial(forward, outputs)))
         yield
     for part in held:
         context.release(part)
@@ -145,22 +135,16 @@ def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterato
 
 @contextmanager
 def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Run linears of a layer with other weights; the linears' parameters do not change.
+    """Run linears of a layer with other (weight, bias), by name; their parameters do not change."""
 
-    :param weights: (weight, bias) by the linear's name in the layer; the bias is used where the linear has one
-    """
-
-    def answer(linear: nn.Linear, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
-        def forward(inputs: Tensor) -> Tensor:
-            own = None if linear.bias is None else bias.to(inputs)
-            return nn.functional.linear(inputs, weight.to(inputs), own)
-
-        return forward
+    def forward(linear: nn.Linear, weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
+        own = None if linear.bias is None else bias.to(inputs)
+        return nn.functional.linear(inputs, weight.to(inputs), own)
 
     with ExitStack() as stack:
-        for name, (weight, bias) in weights.items():
+        for name, own in weights.items():
             linear = find_linear(layer, name)
-            stack.enter_context(patch_attr(linear, "forward", answer(linear, weight, bias)))
+            stack.enter_context(patch_attr(linear, "forward", partial(forward, linear, *own)))
         yield
 
 
@@ -182,11 +166,8 @@ def split_tokens(call: LayerCall) -> list[slice | Tensor]:
 
 
 def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: DeviceContext) -> list[slice | Tensor]:
-    """Return selectors of sequences on a device.
-
-    On a CPU they are one per sequence, so that sums over the rows do not depend on the batches. Elsewhere slices that follow one
-    another are joined: larger products keep a GPU busy.
-    """
+    """Return selectors on a device: on a CPU one per sequence, so that sums do not depend on the batches; elsewhere slices that
+    follow one another are joined, because larger products keep a GPU busy."""
     placed: list[slice | Tensor] = []
     for part in parts:
         last = placed[-1] if placed and device.type != "cpu" else None
@@ -203,7 +184,7 @@ def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: D
 class Visit:
     """Inputs of one group's module on one micro-batch, and the target of its consumer.
 
-    :param source: inputs of the producing linears, shape [tokens, d]; not read of an expert
+    :param source: inputs of the producing linears, shape [tokens, d]; empty for an expert
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param target: target output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are not padding

@@ -19,12 +19,10 @@ from struprune_plugin.runtime.device_context import DeviceContext
 class Target:
     """Target of a solve.
 
-    :param is_dense: whether the target is from the dense model, whose path is propagated beside the pruned one; else it is from
-        the present layer on the pruned path
-    :param is_residual: whether the target is the residual stream after the module, so that inherited error is repaired; else it is
-        the module's output
-    :param share: share of the distance from the present output to that target that a solve asks for: a whole repair of
-        inherited errors fits the calibration data too closely
+    :param is_dense: whether the target is from the dense model, whose path is propagated beside the pruned one, or from the present
+        layer on the pruned path
+    :param is_residual: whether it is the residual stream after the module, so that inherited error is repaired, or its output
+    :param share: share of the way from the present output to that target that a solve asks for
     """
 
     is_dense: bool
@@ -52,41 +50,38 @@ class DenseReference:
         self._repairs_all = False  # whether the layer has lost experts
         # by batch: inputs of the current layer or, once it has run on the batch, its outputs
         self._states: dict[int, States] = {}
-        # dense outputs by group and batch; the residual is not yet subtracted
+        # dense outputs by group, or block of experts, and batch; the residual is not yet subtracted
         self._wanted: dict[tuple[str, int], Tensor] = {}
-        # what solves ask for, by group and batch
-        self._asked: dict[tuple[str, int], Tensor] = {}
+        self._asked: dict[tuple[str, int], Tensor] = {}  # what solves ask for, by group and batch
 
     def run(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall, index: int) -> None:
         """Run the still dense layer on a batch's dense hidden states, and store targets and output.
 
-        :param groups: groups of the layer
         :param call: call of the layer on the pruned path, whose hidden states are the dense ones in the first layer
-        :param index: index of the batch
+        :param index: of the batch
         """
         if not self.target.is_dense:
             return
         plain, before = [group for group in groups if not group.experts], self._states.get(index)
-        mixture = next((group for group in groups if self.repairs(group)), None)
+        mixture = next((group for group in groups if self._repairs(group)), None)
         with record(layer, plain if mixture is None else [*plain, mixture]) as seen:
             self._states[index] = call.run(layer, self._context, before).map(self._context.park)
         if before is not None:
             self._context.release(before.hidden)
         for group in plain:
-            if not self.repairs(group):  # for which the stream after the sum is stored
+            if not self._repairs(group):  # for which the stream after the sum is stored
                 stream = seen.read(group)
                 wanted = stream.output.float()
                 wanted = wanted + _read_residual(group, stream) if self._is_residual(group) else wanted
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None:
-            self._wanted[_name_sum(mixture), index] = self._context.park(seen.add_sum(mixture))
+            self._wanted[mixture.join.block, index] = self._context.park(seen.add_sum(mixture))
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target, the same at every visit of a group; a ``local`` target is its output at the first one.
 
         A group that is not visited again gives up the dense output.
 
-        :param index: index of the batch
         :return: shape [tokens, d], float32, on the device
         """
         key, now = (group.name, index), stream.output.float()
@@ -100,24 +95,18 @@ class DenseReference:
             wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
         return self._ask(key, now, wanted, self.target.share)
 
-    def repairs(self, group: UnitGroup) -> bool:
-        """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
-        return bool(group.join.block) and self._is_residual(group)
-
     def find_repair(self, group: UnitGroup, seen: Seen, index: int) -> Repair | None:
-        """Return the error that experts have to add to their sum, so that the stream after it equals the dense one.
+        """Return the error that experts have to add to their sum, so that the stream after it equals the dense one; None where the
+        targets are the present outputs.
 
         :param group: a group of an expert, or of a module beside the experts
-        :param seen: the present pass
-        :param index: index of the batch
-        :return: None where the targets are the present outputs
         """
-        if not self.repairs(group):
+        if not self._repairs(group):
             return None
         key, now = (group.name, index), seen.add_sum(group)
         if key in self._asked:
             return Repair.of(self._context.to_device(self._asked[key], now.device), now)
-        wanted = self._context.to_device(self._wanted[_name_sum(group), index], now.device)
+        wanted = self._context.to_device(self._wanted[group.join.block, index], now.device)
         return Repair.of(self._ask(key, now, wanted, 1.0 if self._repairs_all else self.target.share), now)
 
     def _ask(self, key: tuple[str, int], now: Tensor, wanted: Tensor, share: float) -> Tensor:
@@ -144,6 +133,10 @@ class DenseReference:
         self._wanted.clear()
         self._asked.clear()
 
+    def _repairs(self, group: UnitGroup) -> bool:
+        """Return whether a group belongs to experts, or is beside them, and repairs the layer's inherited error."""
+        return bool(group.join.block) and self._is_residual(group)
+
     def _is_residual(self, group: UnitGroup) -> bool:
         """Return whether a group's target is the dense residual stream; where a norm lies between, it is the dense output."""
         return self.target.is_residual and group.join.is_direct
@@ -153,8 +146,3 @@ def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
     """Return the residual stream in units of the consumer's output, shape [tokens, d], float32."""
     residual = stream.residual.float()
     return residual if group.join.scale == 1 else residual / group.join.scale
-
-
-def _name_sum(group: UnitGroup) -> str:
-    """Return the key under which the sum of a group's experts is stored."""
-    return f"{group.layer_name}.{group.join.block}"

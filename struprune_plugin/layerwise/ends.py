@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +15,7 @@ from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import (
-    LayerCall,
-    States,
-    find_tokens,
-    list_tensors,
-    split_call,
-    store,
-)
+from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, split_call, store
 from struprune_plugin.layerwise.capture import replay
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
@@ -50,6 +43,10 @@ class BatchFlow:
         call.hidden, call.others = self.states.hidden, self.states.others
         return call
 
+    def leave(self, states: States, context: DeviceContext) -> None:
+        """Store a layer's output states."""
+        self.states = states.map(context.park)
+
     def advance(self, index: int, layer: nn.Module, context: DeviceContext) -> LayerCall:
         """Run a layer on the current states, which its outputs replace; return the call."""
         call = self.enter(index)
@@ -61,7 +58,8 @@ class BatchFlow:
     def turn_back(self, index: int, layer: nn.Module, context: DeviceContext) -> None:
         """Run a layer forward and backward; the gradients at its inputs replace those at its outputs; forget the call."""
         call, above = self.calls[index], self.above or []
-        states = call.states.map(partial(context.to_device, device=call.device)).watch()
+        states = call.states.map(lambda part: context.to_device(part, call.device).detach())
+        leaves = [leaf.requires_grad_() for leaf in states.list_learning()]
         with torch.enable_grad():
             with context.save_on_host(layer):
                 learning = call.run(layer, context, states).list_learning()[: len(above)]
@@ -69,9 +67,7 @@ class BatchFlow:
             parts, gradients = zip(*pairs, strict=True)
             torch.autograd.backward(parts, [context.to_device(gradient, call.device) for gradient in gradients])
         del learning, pairs, parts
-        leaves = states.list_learning()
-        below = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        self.above = [context.park(gradient) for gradient in below]
+        self.above = [context.park(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in leaves]
         self.forget(index, context)
 
     def forget(self, index: int, context: DeviceContext) -> None:
@@ -80,9 +76,9 @@ class BatchFlow:
         context.release(call.hidden)
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 
-    def leave(self, states: States, context: DeviceContext) -> None:
-        """Store a layer's output states."""
-        self.states = states.map(context.park)
+
+class _Reached(Exception):
+    """Signal, not an error, that ends a forward pass at the output embeddings."""
 
 
 @torch.no_grad()
@@ -94,20 +90,43 @@ def enter_layers(
 ) -> BatchFlow:
     """Return a batch at the first layer, with the calls of all layers; no layer runs.
 
+    What runs in a layer's place returns tensors that mark its output, and recognises them among the next layer's arguments.
+
     :param known: calls of another batch, whose equal tensors are shared
-    :raises ValueError: the model does not call its layers one after the other, each once, on the previous layer's hidden states
+    :raises ValueError: a layer does not run on the hidden states that the layer before it returned
     """
-    named = find_decoder_layers(model)
-    recorder = _Recorder(batch, context, known, find_structure(model).num_parts)
-    forwards = [partial(recorder.run, index, name) for index, (name, _) in enumerate(named)]
-    with replace_layers([layer for _, layer in named], forwards):
-        run_to_head(model, batch)
-    if len(recorder.calls) < len(named):
-        raise ValueError(
-            f"{named[len(recorder.calls)][0]}: every decoder layer must run on text, got a model that skips this one. "
-            "Choose another model."
-        )
-    return BatchFlow(batch, recorder.calls, recorder.calls[0].states)
+    named, head, num_parts = find_decoder_layers(model), model.get_output_embeddings(), find_structure(model).num_parts
+    tokens, (sequences, length) = find_tokens(batch.get("attention_mask")), batch["input_ids"].shape
+    calls, marks, seen = list[LayerCall](), list[Tensor](), dict[int, tuple[Tensor, Tensor]]()
+
+    def run(name: str, /, *args: Any, **kwargs: Any) -> Any:
+        argument, hidden, arguments = split_call(args, kwargs)
+        parts = {id(mark): part for part, mark in enumerate(marks)}
+        wires = {place: parts[id(value)] for place, value in arguments.items() if id(value) in parts}
+        arguments |= dict.fromkeys(wires)
+        before = calls[-1] if calls else None
+        if before is not None:
+            if hidden is not marks[0] and not (hidden.shape == marks[0].shape and torch.equal(hidden, marks[0])):
+                raise ValueError(
+                    f"{name}: a decoder layer must run on the hidden states that the layer before it returned, got others. "
+                    "Choose another model."
+                )
+            before.keeps = tuple(sorted(set(wires.values())))
+        other = known[len(calls)] if known else before
+        stored = other.arguments if other else {}
+        held = {place: store(value, stored.get(place), context, seen) for place, value in arguments.items()}
+        parked, shape = before.hidden if before else context.park(hidden), (sequences, length)
+        calls.append(LayerCall(parked, held, tokens, hidden.device, argument, wires=wires, shape=shape))
+        marks[:] = [hidden.detach(), *(hidden.new_empty(0) for _ in range(num_parts - 1))]
+        return tuple(marks) if num_parts else marks[0]
+
+    def stop(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise _Reached
+
+    forwards = [partial(run, name) for name, _ in named]
+    with replace_layers([layer for _, layer in named], forwards), patch_attr(head, "forward", stop), suppress(_Reached):
+        model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
+    return BatchFlow(batch, calls, calls[0].states)
 
 
 def enter_batches(
@@ -119,85 +138,6 @@ def enter_batches(
         for batch in batches:
             flows.append(enter_layers(model, batch, context, flows[-1].calls if flows else None))
     return flows
-
-
-class _Recorder:
-    """Recorder of the calls of decoder layers, which runs in their place.
-
-    The tensors that it returns mark a layer's output, and are recognised among the next layer's arguments.
-
-    :param num_parts: number of parts of a layer's output; 0 where it is a tensor
-    """
-
-    def __init__(
-        self, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None, num_parts: int
-    ):
-        self.calls: list[LayerCall] = []
-        self._context, self._known, self._num_parts = context, known, num_parts
-        self._shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
-        self._tokens = find_tokens(batch.get("attention_mask"))
-        self._marks: list[Tensor] = []  # of the previous layer
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def run(self, index: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Record the call of a layer; return what marks its output."""
-        argument, hidden, arguments = split_call(args, kwargs)
-        if len(self.calls) != index:
-            raise ValueError(
-                f"{name}: decoder layers must run on text one after the other, each once, got this one as number "
-                f"{len(self.calls)}. Choose another model."
-            )
-        before = self.calls[-1] if self.calls else None
-        if before is not None and not (
-            hidden is self._marks[0] or (hidden.shape == self._marks[0].shape and torch.equal(hidden, self._marks[0]))
-        ):
-            raise ValueError(
-                f"{name}: a decoder layer must run on the hidden states that the layer before it returned, got others. "
-                "Choose another model."
-            )
-        marks = {id(mark): part for part, mark in enumerate(self._marks)}
-        wires = {place: marks[id(value)] for place, value in arguments.items() if id(value) in marks}
-        arguments |= dict.fromkeys(wires)
-        if any(id(leaf) in marks for leaf in list_tensors(arguments)):
-            raise ValueError(
-                f"{name}: a decoder layer must receive the output of the layer before as it is, got it inside another argument. "
-                "Choose another model."
-            )
-        known = self._known[len(self.calls)] if self._known else before
-        held = store(arguments, known.arguments if known else {}, self._context, self._seen)
-        parked = self._context.park(hidden) if before is None else before.hidden
-        if before is not None:
-            before.keeps = tuple(sorted(set(wires.values())))
-        self.calls.append(
-            LayerCall(parked, held, self._tokens, hidden.device, argument, wires=wires, shape=self._shape)
-        )
-        self._marks = [hidden.detach(), *(hidden.new_empty(0) for _ in range(self._num_parts - 1))]
-        return tuple(self._marks) if self._num_parts else self._marks[0]
-
-
-class _Reached(Exception):
-    """Signal, not an error, that ends a forward pass at the wanted module."""
-
-
-def run_to_head(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    """Run a model's own forward pass up to its output embeddings.
-
-    :raises ValueError: the model has no output embeddings, or does not call them
-    """
-    head = model.get_output_embeddings()
-
-    def stop(*_args: Any, **_kwargs: Any) -> Tensor:
-        raise _Reached
-
-    if head is not None:
-        with patch_attr(head, "forward", stop):
-            try:
-                model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
-            except _Reached:
-                return
-    raise ValueError(
-        "model: its output embeddings must be a module that the model calls, got none. Choose another model."
-    )
 
 
 def compute_logits(

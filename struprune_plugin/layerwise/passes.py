@@ -27,19 +27,12 @@ from struprune_plugin.runtime.residence import hold_one_layer
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Decoder layer in its turn, with its weights on the device.
-
-    :param index: index of the layer
-    :param flows: all batches
-    :param propagates: whether the layer runs again after it has been changed; else its present outputs are the next layer's inputs
-    """
+    """Decoder layer in its turn, with its weights on the device, and all batches."""
 
     index: int
     name: str
     layer: nn.Module
     flows: Sequence[BatchFlow]
-    context: DeviceContext
-    propagates: bool
 
     @property
     def progress(self) -> str:
@@ -50,8 +43,8 @@ class LayerStep:
         """Run the layer on batches while statistics are gathered."""
         for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
             output = statistics.run_layer(self.layer, groups, flow.enter(self.index))
-            if output is not None and not self.propagates:
-                flow.leave(output, self.context)
+            if output is not None:
+                flow.leave(output, statistics.context)
 
 
 @torch.no_grad()
@@ -65,12 +58,12 @@ def stream_layers(
     """Yield every decoder layer in order, its weights on the device until the next layer is requested.
 
     :param progress: label of the progress bar; empty for no bar
-    :param propagates: whether a layer sees the outputs of the changed layers before it, or else of the dense ones
+    :param propagates: whether a layer runs again once it has been changed, and so the next one sees its outputs
     """
     flows = enter_batches(model, batches, context)
     for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
         with context.hold(layer, following):
-            yield LayerStep(index, name, layer, flows, context, propagates)
+            yield LayerStep(index, name, layer, flows)
             for flow in flows if propagates else ():
                 flow.advance(index, layer, context)
             for flow in flows:
@@ -99,7 +92,7 @@ def calibrating(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Compute attention without maps and, where the model needs none, without a mask; unchanged where fused attention is not exact.
+    """Compute attention without maps and, where the model needs none, without a mask, if fused attention is exact.
 
     llm-compressor forces eager attention, whose mask is dense even where no token is padding.
     """
@@ -116,7 +109,7 @@ def enter_device_context(model: PreTrainedModel, offload: bool = False) -> Itera
     """Yield a device context that holds one decoder layer on the device at a time and measures the device's memory.
 
     :param offload: whether moments, solves and embeddings are on the host
-    :raises torch.OutOfMemoryError: the device has too little memory; the message says what lowers the need
+    :raises torch.OutOfMemoryError: the message says what lowers the need
     """
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm, trange
+from tqdm import trange
 
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, keep_outputs, place_rows, record
@@ -37,8 +37,8 @@ _HOLD_EVERY = 4  # sequences
 class GroupMoments:
     """Second moments of one group's consumer, inputs in unit order.
 
-    :param all: moments of all sequences
-    :param held: moments of the held-out sequences, which are included in ``all``; None where there are none
+    :param all: of all sequences
+    :param held: of the held-out ones among them; None where there are none
     :param num_rows: number of tokens that an expert saw; None elsewhere
     """
 
@@ -55,8 +55,7 @@ class GroupMoments:
 class GroupSums:
     """Sums of one group's consumer while batches are visited; every fourth sequence is summed apart, if it is held out.
 
-    :param device: device of the consumer's inputs
-    :param hold_out: sum every fourth sequence apart
+    :param device: device of the consumer's inputs; with ``offload`` the sums are on the host
     :param num_before: number of sequences of the processes before this one, so that sequences are numbered over all processes
     """
 
@@ -70,17 +69,10 @@ class GroupSums:
         num_before: int = 0,
     ):
         self._group, self._context, self._num_sequences, self._num_rows = group, context, num_before, 0
-        self._sums = [self._make(layer, device) for _ in range(1 + hold_out)]  # the last ones apart, if there are two
-
-    def _make(self, layer: nn.Module, device: torch.device) -> MomentSums:
-        """Return empty float32 sums on a device or, with ``offload``, on the host."""
-        consumer, context = find_linear(layer, self._group.consumer), self._context
-        sizes = consumer.in_features, consumer.out_features
-        if not context.offload:
-            return MomentSums(sizes, device, torch.float32)
-        with context.solving():
-            host = context.solve_device
-            return MomentSums(sizes, host, torch.float32, context.to_solver)
+        consumer, fetch = find_linear(layer, group.consumer), context.to_solver if context.offload else None
+        sizes, device = (consumer.in_features, consumer.out_features), context.solve_device if fetch else device
+        with context.solving():  # the last sums are of all sequences but those held out
+            self._sums = [MomentSums(sizes, device, torch.float32, fetch) for _ in range(1 + hold_out)]
 
     def add(self, visit: Visit) -> None:
         """Add every sequence of a visit once: to the sums, or every fourth to separate ones; :meth:`finish` adds the two."""
@@ -126,12 +118,8 @@ class GroupSums:
 class LayerStatistics:
     """Statistics of one decoder layer after the other: calls, moments of groups, and the dense path.
 
-    In a pass that changes layers, the statistics of a layer's first group are gathered while it runs on the pruned path's inputs,
-    and the dense layer runs on the dense hidden states. Once that group is pruned, the layer runs again for the next, and a last
-    time for its outputs. In a pass that changes nothing, one run gathers the statistics of all groups.
-
-    :param changes: whether layers are changed
-    :param revisits: as in :class:`~struprune_plugin.layerwise.dense_reference.DenseReference`
+    In a pass that changes layers, a layer's first group is gathered in the layer's first run on the pruned path; once that group
+    is pruned, the layer runs again for the next. In a pass that changes nothing, one run gathers all groups.
     """
 
     def __init__(
@@ -143,62 +131,71 @@ class LayerStatistics:
         num_before: int = 0,
         revisits: bool = False,
     ):
-        self.dense = DenseReference(target, context, revisits)
+        self.dense, self.context = DenseReference(target, context, revisits), context
         self.calls: list[LayerCall] = []
         self._groups: Sequence[UnitGroup] = ()  # of the layer
-        self.context = context
-        self._changes = changes
-        self._hold_out, self._num_before = hold_out, num_before
+        self._changes, self._hold_out, self._num_before = changes, hold_out, num_before
         self._sums: dict[str, GroupSums] = {}  # of groups whose moments are being gathered
 
     def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States | None:
         """Run a layer on one batch, on the dense path, too, and add its first group to the moments.
 
-        :return: output states; None where a later run gives them
+        :return: output states; None where the layer runs again once it is changed
         """
         self._groups = groups
         self.dense.run(layer, groups, call, len(self.calls))
         self.calls.append(call)
-        if self._changes and not groups:
-            return None
-        visited = self._list_visited(groups[0]) if self._changes else groups
-        return self._gather(layer, visited, len(self.calls) - 1, stop=self._changes)
-
-    def _gather(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int, stop: bool) -> States | None:
-        """Run the present layer on a recorded batch of the pruned path, and add groups to the moments.
-
-        :param stop: end the pass once a single group's consumer has run
-        :return: output states; None where the pass was stopped
-        """
-        call, output = self.calls[index], None
-        # what attention returns before the last group, an FFN, is what it returns once that is pruned
-        is_last = self._changes and groups[-1] is self._groups[-1] and not groups[-1].attention
-        same = {group.attention for group in self._groups if group.attention} if is_last else ()
-        with (
-            keep_outputs(layer, same, call, self.context),
-            record(layer, groups, stop and can_stop(groups)) as seen,
-            suppress(Stopped),
-        ):
-            output = call.run(layer, self.context)
-        experts = [group for group in groups if group.experts]
-        for group in groups:
-            if not group.experts:
-                self._add(layer, group, self._make_visit(group, seen, index))
-        if experts:
-            repair = self.dense.find_repair(experts[0], seen, index)
-            for group, visit in visit_experts(layer, experts, seen, call, repair):
-                self._add(layer, group, visit)
-        return output
-
-    def _add(self, layer: nn.Module, group: UnitGroup, visit: Visit) -> None:
-        if group.name not in self._sums:
-            device = visit.inputs.device
-            self._sums[group.name] = GroupSums(layer, group, device, self.context, self._hold_out, self._num_before)
-        self._sums[group.name].add(visit)
+        if not self._changes:
+            return self._gather(layer, groups, len(self.calls) - 1)
+        if groups:
+            self._gather(layer, self._list_visited(groups[0]), len(self.calls) - 1)
+        return None
 
     def _list_visited(self, group: UnitGroup) -> list[UnitGroup]:
         """Return the groups whose moments are gathered together with a group's: for an expert, those of all experts of its list."""
         return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
+
+    def _gather(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int) -> States | None:
+        """Add groups to the moments, from one batch; return output states as :meth:`visit` does."""
+        output, visits = self.visit(layer, groups, index)
+        for group, visit in visits:
+            if group.name not in self._sums:
+                device = visit.inputs.device
+                self._sums[group.name] = GroupSums(layer, group, device, self.context, self._hold_out, self._num_before)
+            self._sums[group.name].add(visit)
+        return output
+
+    def visit(
+        self, layer: nn.Module, groups: Sequence[UnitGroup], index: int
+    ) -> tuple[States | None, Iterator[tuple[UnitGroup, Visit]]]:
+        """Run the present layer on a recorded batch of the pruned path, as far as needed if layers change.
+
+        :return: output states, None where the run was stopped; every group's visit
+        """
+        output, call = None, self.calls[index]
+        # what attention returns before the last group, an FFN, is what it returns once that is pruned
+        is_last = self._changes and groups[-1] is self._groups[-1] and not groups[-1].attention
+        same = {group.attention for group in self._groups if group.attention} if is_last else ()
+        keeping = keep_outputs(layer, same, call, self.context)
+        with keeping, record(layer, groups, stop=self._changes) as seen, suppress(Stopped):
+            output = call.run(layer, self.context)
+        return output, self._list_visits(layer, groups, seen, index)
+
+    def _list_visits(
+        self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Seen, index: int
+    ) -> Iterator[tuple[UnitGroup, Visit]]:
+        call, experts = self.calls[index], [group for group in groups if group.experts]
+        for group in groups:
+            if group.experts:
+                continue
+            stream, repair = seen.read(group), self.dense.find_repair(group, seen, index)
+            if repair is None:
+                target, weights = self.dense.find_target(group, stream, index), None
+            else:
+                target, weights = stream.output.float() + repair.error, repair.factors
+            yield group, Visit(stream.source, stream.inputs, target, call, weights=weights)
+        if experts:
+            yield from visit_experts(layer, experts, seen, call, self.dense.find_repair(experts[0], seen, index))
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
@@ -211,34 +208,21 @@ class LayerStatistics:
     def collect_moments(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> list[GroupMoments]:
         """Return the moments of the next groups: already gathered for a layer's first group, gathered by a pass for the others.
 
+        An expert that saw no token has those of uncorrelated inputs, negligible beside other modules' errors.
+
         :param groups: one group, or experts of one shape
         """
         if groups[0].name not in self._sums:
             for index in trange(len(self.calls), desc=progress, leave=False):
-                self._gather(layer, self._list_visited(groups[0]), index, stop=True)
+                self._gather(layer, self._list_visited(groups[0]), index)
         found = GroupSums.finish([self._sums.pop(group.name) for group in groups])
         for own, group in zip(found, groups, strict=True):
             if own.num_rows == 0:
-                _fill_unseen(own.all, read_consumer(layer, group))
+                dense = read_consumer(layer, group)
+                own.all.gram.diagonal().fill_(_FAINT)
+                own.all.cross.copy_(_FAINT * dense)
+                own.all.target_energy.copy_(_FAINT * dense.square().sum())
         return found
-
-    def visit_batches(self, layer: nn.Module, group: UnitGroup, progress: str) -> Iterator[Visit]:
-        """Run the present layer on every recorded batch of the pruned path, and yield the group's visits."""
-        with record(layer, [group], can_stop([group])) as seen:
-            for index, call in enumerate(tqdm(self.calls, desc=progress, leave=False)):
-                with suppress(Stopped):
-                    call.run(layer, self.context)
-                yield self._make_visit(group, seen, index)
-
-    def _make_visit(self, group: UnitGroup, seen: Seen, index: int) -> Visit:
-        """Return the visit of a group outside the lists of experts.
-
-        :param index: index of the batch
-        """
-        stream, call, repair = seen.read(group), self.calls[index], self.dense.find_repair(group, seen, index)
-        if repair is None:
-            return Visit(stream.source, stream.inputs, self.dense.find_target(group, stream, index), call)
-        return Visit(stream.source, stream.inputs, stream.output.float() + repair.error, call, weights=repair.factors)
 
     def finish_layer(self) -> None:
         """Drop the layer's statistics; its dense outputs become the next layer's dense inputs."""
@@ -249,12 +233,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class ModuleView:
-    """Group of units in its layer, with its weights and the statistics of the calibration data.
-
-    :param layer: the decoder layer
-    :param group: the group at the layer's present sizes
-    :param statistics: statistics of the layer
-    """
+    """Group of units, at its present sizes, in its decoder layer, with the statistics of the calibration data."""
 
     layer: nn.Module
     group: UnitGroup
@@ -273,18 +252,10 @@ class ModuleView:
         """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
         return read_consumer(self.layer, self.group, self.context.to_solver)
 
-    def collect_moments(self, progress: str) -> GroupMoments:
-        """Return the moments of the consumer's inputs and targets, see :class:`LayerStatistics`."""
-        return self.statistics.collect_moments(self.layer, [self.group], progress)[0]
-
     def visit_batches(self) -> Iterator[Visit]:
         """Run the present layer on every batch and yield the visits."""
-        return self.statistics.visit_batches(self.layer, self.group, f"{self.group.name} inputs")
-
-
-def can_stop(groups: Sequence[UnitGroup]) -> bool:
-    """Return whether all that is seen of groups is known once the first of them has run."""
-    return len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
+        for index in trange(len(self.statistics.calls), desc=f"{self.group.name} inputs", leave=False):
+            yield next(self.statistics.visit(self.layer, [self.group], index)[1])[1]
 
 
 def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
@@ -301,10 +272,3 @@ def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], c
     for inputs, *others in pieces:
         if len(inputs):
             sums.add(inputs, *others)
-
-
-def _fill_unseen(moments: SecondMoments, dense: Tensor) -> None:
-    """Set the moments of an expert that saw no token to those of uncorrelated inputs, negligible beside other modules' errors."""
-    moments.gram.diagonal().fill_(_FAINT)
-    moments.cross.copy_(_FAINT * dense)
-    moments.target_energy.copy_(_FAINT * dense.square().sum())

@@ -47,8 +47,6 @@ class Planner:
         plan = self._add_experts(setup.early or self._allocate(sensitivity))
         if setup.early is None:
             check_widths(plan.list_left(groups), plan.kept, setup.roundings)
-        if plan.experts is not None:
-            sensitivity = replace(sensitivity, saliency=plan.experts.rename(groups, sensitivity.saliency))
         plan = replace(plan, kept={**plan.kept, **{group.name: group.num_units for group in setup.whole}})
         if store is not None:
             store.write(_PART, (plan, sensitivity))
@@ -72,7 +70,7 @@ class Planner:
                 decided["probed"] = rule.decide(setup.sizes, bent, budget)
             plans = self._vary(decided)
             kept = [plan.kept for plan in plans.values()]
-            plan = take_best(plans, self._try(kept, measured, fit, judges) if len(plans) > 1 else [])
+            plan = take_best(plans, self._try(kept, measured, fit, judges)) if len(plans) > 1 else own
         if tried := plan.record.tried:
             told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
             logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {plan.record.taken}")
@@ -104,9 +102,8 @@ class Planner:
         self, plans: Sequence[Mapping[str, int]], measured: curves.Fit, fit: curves.Batches, held: curves.Batches
     ) -> list[float]:
         """Return the divergence of every plan on held-out batches, in nats."""
-        trial = Trial(self.model, self.setup.groups, plans, self.recipe.make_config(), measured, self.context)
-        trial.run(held if measured.moments else [*fit, *held])
-        return trial.measure(held)
+        config = self.recipe.make_config()
+        return Trial(self.model, self.setup.groups, plans, config, measured, self.context).measure(fit, held)
 
     def _vary(self, decided: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
         """Return different plans by name: those decided and, of each, the rule's variants that have the required widths."""
@@ -128,10 +125,9 @@ class Planner:
         mixture, left, groups = self.setup.mixture, self.setup.budget.num_experts, self.setup.groups
         if mixture is None:
             return plan
-        experts = None
         if left is not None:
             with self.context.stage("experts"), calibrating(self.model):
-                experts = mixture.keep_best(score_experts(self.model, self.setup.batches, mixture, self.context), left)
-            groups = experts.list_left(groups)
-        whole = {group.name: group.num_units for group in groups}
-        return replace(plan, kept={**whole, **plan.kept}, experts=experts)
+                scores = score_experts(self.model, self.setup.batches, mixture, self.context)
+            plan = replace(plan, experts=mixture.keep_best(scores, left))
+        whole = {group.name: group.num_units for group in plan.list_left(groups)}
+        return replace(plan, kept={**whole, **plan.kept})

@@ -23,7 +23,6 @@ from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.pruning.prune_layer import Pruner
-from struprune_plugin.pruning.resume import LayerLog
 from struprune_plugin.storage.manifest import Manifest, write_manifest
 
 
@@ -88,9 +87,9 @@ class StruPruneModifier(StructuredModifier):
             plan, sensitivity = Planner(self, setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
-            log = None if self._store is None else LayerLog(self._store)
             with calibrating(model):
-                records = pruner.prune_model(model, setup.batches, sort_groups([*setup.groups, *setup.whole]), log)
+                all_groups = sort_groups([*setup.groups, *setup.whole])
+                records = pruner.prune_model(model, setup.batches, all_groups, self._store)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._finish = partial(setup.finish, self, plan, records, sensitivity, context)
 

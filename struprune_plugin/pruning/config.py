@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from struprune_plugin.layerwise.dense_reference import Target
 from struprune_plugin.model.structure.routing import Routing
@@ -13,14 +12,11 @@ from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
 from struprune_plugin.storage.manifest import AllocationRecord
 
-Value = TypeVar("Value")
-
 
 @dataclass(frozen=True)
 class PruningConfig:
     """Methods and numbers of a recipe, without llm-compressor's bookkeeping.
 
-    :param reconstruct: target that a solve reproduces
     :param dampening_frac: dampening of every solve but the closing least-squares solve
     :param chooses_dampening: whether the closing solve uses the dampening of least error on held-out sequences
     :param rotate_values: whether the units of heads are rotated first, where the importance allows it
@@ -47,25 +43,6 @@ class KeptExperts:
     routing: Routing
     keep: Mapping[str, Sequence[int]]
 
-    def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the remaining groups; kept experts are renumbered."""
-        return [
-            group for group in groups if not group.experts or group.expert_index < len(self.keep[group.output_name])
-        ]
-
-    def rename(self, groups: Sequence[UnitGroup], values: Mapping[str, Value]) -> dict[str, Value]:
-        """Return values by the names that groups have after the other experts are removed.
-
-        :param groups: groups of the dense model
-        :param values: values by the names in the dense model; some may be missing
-        """
-        names = {(group.output_name, group.expert_index): group.name for group in groups if group.experts}
-        found = {group.name: values[group.name] for group in groups if not group.experts and group.name in values}
-        for name, keep in self.keep.items():
-            old = [(names[name, place], names[name, index]) for place, index in enumerate(keep)]
-            found |= {new: values[before] for new, before in old if before in values}
-        return found
-
 
 @dataclass(frozen=True)
 class UnitAllocation:
@@ -81,5 +58,6 @@ class UnitAllocation:
     experts: KeptExperts | None = None
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the groups that remain after whole experts are removed."""
-        return list(groups) if self.experts is None else self.experts.list_left(groups)
+        """Return the groups that remain after whole experts are removed; kept experts are renumbered."""
+        keep = {} if self.experts is None else self.experts.keep
+        return [g for g in groups if g.output_name not in keep or g.expert_index < len(keep[g.output_name])]

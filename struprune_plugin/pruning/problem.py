@@ -39,7 +39,6 @@ class GroupProblem:
     :param gathered: moments of the consumer's inputs and targets
     :param dense: the consumer's present weights, shape [d, n + 1], float64
     :param damped: moments of all sequences, damped towards these weights
-    :param sensitivity: measurements of the dense model
     :param sparsity: sparsity asked of the whole model
     :param dampening_frac: dampening of every solve but the closing one
     """
@@ -79,7 +78,7 @@ class GroupProblem:
 
     @property
     def weighed(self) -> SecondMoments:
-        """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured; computed anew."""
+        """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured."""
         return unstack_moments(weigh_problems([self]))[0]
 
     def rotate(self, basis: Tensor) -> GroupProblem:

@@ -21,18 +21,16 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
-from struprune_plugin.linalg.elimination import RankedUnits
-from struprune_plugin.linalg.second_moments import stack
-from struprune_plugin.model.surgery import copy_layer, restore_layer, rotate_group, rotate_producer, slice_group
+from struprune_plugin.model.surgery import LayerCopy, copy_layer, restore_layer, rotate_group, slice_group
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.reconstruction import refine_group, solve_groups
-from struprune_plugin.pruning.resume import LayerLog, LayerOutcome
-from struprune_plugin.pruning.selection import compute_alike, describe_group, list_together, select_units
+from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_groups
+from struprune_plugin.pruning.selection import list_together, select_units, split_alike
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.manifest import GroupRecord
+from struprune_plugin.storage.resume_store import ResumeStore
 
 
 @dataclass(frozen=True)
@@ -42,24 +40,33 @@ class Decision:
     :param keep: sorted kept units, shape [kept], int64, on the host
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
     :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
-    :param producers: by name, the kept rows of a linear that the rotation changes, bias last
     :param record: record for the manifest
     """
 
     keep: Tensor
     weight: Tensor
     basis: Tensor | None
-    producers: dict[str, Tensor]
     record: GroupRecord
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """Outcome of the pruning of one decoder layer.
+
+    :param changed: whether anything was removed from this layer or from one before it
+    :param copy: for a store, copy of the changed layer
+    """
+
+    groups: list[GroupRecord]
+    changed: bool
+    copy: LayerCopy | None = None
 
 
 @dataclass(frozen=True)
 class Pruner:
     """Pruner of a model.
 
-    :param config: methods of the recipe
     :param plan: number of units that every group keeps
-    :param sensitivity: measurements of the dense model
     """
 
     config: PruningConfig
@@ -72,12 +79,12 @@ class Pruner:
         model: PreTrainedModel,
         batches: Sequence[dict[str, Tensor]],
         groups: Sequence[UnitGroup],
-        log: LayerLog | None = None,
+        store: ResumeStore | None = None,
     ) -> list[GroupRecord]:
         """Prune every decoder layer in place, each on inputs from the pruned layers before it; return the groups' records.
 
         :param groups: groups of all layers, in the order in which the model computes them
-        :param log: log of the finished layers; those of an earlier process are restored from it
+        :param store: store of the finished layers; those of an earlier process are restored from it
         """
         config = self.config
         statistics = LayerStatistics(
@@ -88,20 +95,22 @@ class Pruner:
             num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
             revisits=config.weight_update.refines or config.importance.aims,
         )
-        records, changed = list[GroupRecord](), False
+        records, changed, resumes = list[GroupRecord](), False, store is not None
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
-            own = select_groups(groups, step.name)
-            done = None if log is None else log.take(step.index)
+            own, part = select_groups(groups, step.name), f"layer-{step.index:05d}"
+            outcome = store.read(part, LayerOutcome) if store and resumes else None
+            resumes = outcome is not None  # from the first missing layer on, all are pruned anew
             with self.context.stage("statistics"):
-                step.observe(statistics, [] if done else own)  # a finished layer needs only the dense path
-            outcome = done or self.prune_layer(step.layer, own, statistics, changed, step.progress)
-            if done is not None and done.copy is not None:
+                step.observe(statistics, [] if resumes else own)  # a finished layer needs only the dense path
+            if outcome is None:
+                outcome = self.prune_layer(step.layer, own, statistics, changed, step.progress)
+                if store is not None:
+                    with self.context.stage("checkpoint"):
+                        copy = copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
+                        store.write(part, replace(outcome, copy=copy))
+            elif outcome.copy is not None:
                 self.drop_experts(step.layer, own)
-                restore_layer(step.layer, done.copy)
-            elif done is None and log is not None:
-                with self.context.stage("checkpoint"):
-                    copy = copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
-                    log.keep(step.index, replace(outcome, copy=copy))
+                restore_layer(step.layer, outcome.copy)
             records += outcome.groups
             changed = outcome.changed
             statistics.finish_layer()
@@ -120,35 +129,23 @@ class Pruner:
         A layer stays unchanged as long as nothing was removed: its inputs are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
-        :param statistics: statistics of the layer on the calibration data, which can be gathered again
         :param changed: whether anything was removed from a layer before this one
-        :param progress: position of the run, for progress bars
         """
-        records, left = [], self.drop_experts(layer, groups)
+        records, kept, left = list[GroupRecord](), self.plan.kept, self.drop_experts(layer, groups)
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
-        for together in list_together(left, self.plan.kept):
+        for together in list_together(left, kept):
+            changed = changed or any(kept[group.name] < group.num_units for group in together)
             modules = [ModuleView(layer, group, statistics) for group in together]
-            with self.context.stage("statistics"):
-                told = f"{progress}{together[0].consumer.split('.')[-1]} statistics"
-                moments = statistics.collect_moments(layer, together, told)
-            changed = changed or any(self.plan.kept[group.name] < group.num_units for group in together)
-            with self.context.stage("select and solve"):
-                decisions = self.decide(modules, moments, updates=changed)
-            del moments
-            if not changed:
-                records += [decision.record for decision in decisions]
-                continue
+            decisions = self.decide(modules, progress, changed)
             with self.context.stage("admm" if self.config.weight_update.can_refine(together[0]) else "surgery"):
-                records += [self._slice(*pair) for pair in zip(modules, decisions, strict=True)]
+                for module, decision in zip(modules, decisions, strict=True):
+                    records.append(self.apply(module, decision) if changed else decision.record)
         return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Remove whole experts from a layer; return the remaining groups.
-
-        :param groups: groups of the dense layer
-        """
+        """Remove whole experts from a dense layer; return the remaining groups."""
         experts = self.plan.experts
         if experts is not None:
             for group in {group.experts: group for group in groups if group.experts}.values():
@@ -156,56 +153,42 @@ class Pruner:
                     experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
         return self.plan.list_left(groups)
 
-    def decide(
-        self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool = True
-    ) -> list[Decision]:
-        """Return the kept units and new weights of a group, or of experts of one shape; rank 0 decides for all processes.
+    def decide(self, modules: Sequence[ModuleView], progress: str, updates: bool) -> list[Decision]:
+        """Return the kept units and new weights of a group, or of experts of one shape. The layer is not changed.
 
-        The layer is not changed.
-
-        :param moments: moments of each group's consumer
         :param updates: whether the remaining weights are re-solved
         """
+        context, layer, statistics = self.context, modules[0].layer, modules[0].statistics
+        with context.stage("statistics"):
+            told = f"{progress}{modules[0].group.consumer.split('.')[-1]} statistics"
+            gathered = statistics.collect_moments(layer, [module.group for module in modules], told)
+        decided = dict[str, Decision]()
+        for alike, moments in split_alike(modules, gathered):
+            with context.stage("select and solve"), context.solving():
+                found = compute_on_rank0(partial(self.solve, alike, moments, updates), context.solve_device)
+            decided.update(zip((module.group.name for module in alike), found, strict=True))
+        return [decided[module.group.name] for module in modules]
 
-        def solve() -> list[Decision]:
-            config = self.config
-            problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
-            (num_keep,) = {self.plan.kept[module.group.name] for module in modules}
-            found = select_units(problems, num_keep, config)
-            return compute_alike(partial(self._solve, updates), self.context.solve_device, moments, problems, *found)
-
-        with self.context.solving():
-            return compute_on_rank0(solve, self.context.solve_device)
-
-    def _solve(
-        self,
-        updates: bool,
-        problems: Sequence[GroupProblem],
-        keep: Sequence[Tensor],
-        ranked: Sequence[RankedUnits | None],
-    ) -> list[Decision]:
-        """Return the new weights of groups on their kept units, with one transfer to the host for all."""
-        host, groups, basis = self.context.to_host(stack(keep)), [problem.group for problem in problems], None
-        scores: Sequence[Tensor | None] = [None] * len(groups)
-        producers = [dict[str, Tensor]() for _ in groups]
-        if ranked[0] is not None:
-            basis, scores = ranked[0].basis, [*self.context.to_host(stack([units.scores for units in ranked if units]))]
+    def solve(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
+        """Damp the moments, rank the units, keep the last and solve the weights anew; parameters as in :meth:`decide`."""
+        config, (num_keep,) = self.config, {self.plan.kept[module.group.name] for module in modules}
+        problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
+        keep, basis = select_units(problems, num_keep, config)
         if basis is not None:  # of heads, which are solved one module at a time
-            (problem,), name = problems, next(iter(groups[0].producers))
-            rotated = rotate_producer(problem.module.layer, groups[0], basis, self.context.to_solver)
-            producers[0][name] = rotated[groups[0].find_kept_rows(name, host[0]).to(rotated.device)]
-            problems = [problem.rotate(basis)]
-        weights, solves = zip(*solve_groups(problems, stack(keep), self.config, updates), strict=True)
-        records = map(describe_group, groups, host, scores, solves)
-        return [Decision(*own) for own in zip(host, weights, [basis] * len(groups), producers, records, strict=True)]
+            problems = [problem.rotate(basis) for problem in problems]
+        solved = solve_groups(problems, keep, config, updates)
+        return [
+            Decision(own, weight, basis, describe_group(problem.group, own, record))
+            for problem, own, (weight, record) in zip(problems, self.context.to_host(keep), solved, strict=True)
+        ]
 
-    def _slice(self, module: ModuleView, decision: Decision) -> GroupRecord:
+    def apply(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, decision.record
-        if not self.config.weight_update.can_refine(group):
-            slice_group(layer, group, decision.keep, decision.weight, decision.producers)
-            return record
         if decision.basis is not None:
-            rotate_group(layer, group, decision.basis)
+            rotate_group(layer, group, decision.basis, self.context.to_solver)
+        if not self.config.weight_update.can_refine(group):
+            slice_group(layer, group, decision.keep, decision.weight)
+            return record
         admm = refine_group(module, decision.keep, decision.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)

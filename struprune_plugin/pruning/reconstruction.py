@@ -13,9 +13,10 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error, stack, stack_moments, take_columns, with_bias_index
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import set_consumer, slice_group
+from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
-from struprune_plugin.storage.manifest import ADMMRecord, SolveRecord
+from struprune_plugin.storage.manifest import ADMMRecord, GroupRecord, SolveRecord
 
 
 def solve_groups(
@@ -63,10 +64,26 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
     refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
     slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
     sliced = replace(module, group=module.group.resize(len(keep)))
-    gathered = sliced.collect_moments(f"{module.group.name} closing")
+    gathered = module.statistics.collect_moments(module.layer, [sliced.group], f"{module.group.name} closing")
     with module.context.solving():
-        problems = GroupProblem.pose([sliced], [gathered], config.dampening_frac)  # damped towards the refined weights
-        everything = torch.arange(len(keep), device=gathered.all.gram.device)
+        problems = GroupProblem.pose([sliced], gathered, config.dampening_frac)  # damped towards the refined weights
+        everything = torch.arange(len(keep), device=problems[0].dense.device)
         ((closing, record),) = solve_groups(problems, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
     return ADMMRecord(refined.objective, record.error_after)
+
+
+def describe_group(group: UnitGroup, keep: Tensor, solve: SolveRecord) -> GroupRecord:
+    """Return the manifest's record of a group."""
+    return GroupRecord(
+        name=group.name,
+        layer=group.layer_index,
+        kind=group.kind,
+        num_units=group.num_units,
+        num_blocks=group.num_blocks,
+        unit_cost=group.unit_cost,
+        kept=len(keep),
+        sparsity=1 - len(keep) / group.num_units,
+        keep=keep.tolist(),
+        **vars(solve),
+    )

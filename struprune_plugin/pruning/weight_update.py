@@ -52,10 +52,7 @@ class WeightUpdate(Config):
         raise NotImplementedError
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Raise if the method is not defined for a model.
-
-        :raises ValueError: the method is not defined for it
-        """
+        """Raise a ValueError if the method is not defined for a model."""
 
 
 WEIGHT_UPDATES: Registry[WeightUpdate] = Registry(WeightUpdate)

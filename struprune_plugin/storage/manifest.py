@@ -177,7 +177,6 @@ class UnitsRecord:
     """Record of the kept units of one group.
 
     :param kind: kind of its units
-    :param scores: extremes of the scores of kept and of removed units; None if nothing had to be ranked
     :param keep: kept units, sorted, as indices into the units before this run
     """
 
@@ -189,7 +188,6 @@ class UnitsRecord:
     unit_cost: Count
     kept: Count
     sparsity: float
-    scores: dict[str, float | None] | None
     keep: list[Count]
 
     @property

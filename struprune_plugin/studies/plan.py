@@ -71,7 +71,7 @@ def plan_run(
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
     if mixture is not None and budget.num_experts is not None:
-        removed += mixture.count_gone(budget.num_experts)
+        removed += (mixture.counts[0] - budget.num_experts) * mixture.cost
         experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
     parameters, held = count_parameters(model), count_weight_bytes(model)
     left = held - removed * model.dtype.itemsize

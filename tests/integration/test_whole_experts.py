@@ -18,7 +18,7 @@ from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.structure.tiny import draw_tokens
-from struprune_plugin.pruning.resume import LayerLog
+from struprune_plugin.storage.resume_store import ResumeStore
 
 TYPES = {  # the plain kind is in tests/families
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
@@ -158,13 +158,13 @@ def test_a_killed_run_goes_on(mixture, tmp_path, monkeypatch):
     assert list_kept(tmp_path / "first")
     first = load_file(tmp_path / "first" / "model.safetensors")
 
-    def die(log, index, outcome, keep=LayerLog.keep):
-        keep(log, index, outcome)
-        if index == 1:
+    def die(store, part, value, write=ResumeStore.write):
+        write(store, part, value)
+        if part == "layer-00001":
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerLog, "keep", die)
+        patch.setattr(ResumeStore, "write", die)
         with pytest.raises(Killed):
             prune(mixture, tmp_path / "killed", checkpoint_dir=str(tmp_path / "store"), **fields)
     prune(mixture, tmp_path / "resumed", checkpoint_dir=str(tmp_path / "store"), **fields)

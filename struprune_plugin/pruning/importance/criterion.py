@@ -69,19 +69,15 @@ class Importance(Config):
         raise NotImplementedError
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Raise if the method is not defined for a model.
-
-        :raises ValueError: the method is not defined for it
-        """
+        """Raise a ValueError if the method is not defined for a model."""
 
 
 IMPORTANCES: Registry[Importance] = Registry(Importance, needs=("score", "rank"))
 
 
 def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:
-    """Return the sum over every unit's columns and producer rows, shape [units].
+    """Return the sum of a quantity [n] over every unit's columns, and producer rows, shape [units].
 
-    :param per_column: shape [n]
     :param columns: shape [units, columns_per_unit], int64
     :param producer_rows: sum over every unit's rows, one tensor of shape [units] per producing linear
     """

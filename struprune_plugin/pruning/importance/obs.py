@@ -21,11 +21,9 @@ class OBS(Importance):
 
     def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[Order]:
         """Return the order of elimination and every unit's score, by group; kept units have the score infinity."""
-        group = problems[0].group
-        where = [problem.group.name for problem in problems]
-        elimination = eliminate_units(
-            weigh_problems(problems), group.columns_per_unit, where, group.num_blocks, num_remove
-        )
+        group, names = problems[0].group, [problem.group.name for problem in problems]
+        weighed = weigh_problems(problems)
+        elimination = eliminate_units(weighed, group.columns_per_unit, names, group.num_blocks, num_remove)
         scores = elimination.increase.new_full((len(problems), group.num_units), torch.inf)
         scores.scatter_(1, elimination.order, elimination.increase)
         return list(zip(elimination.order, scores, strict=True))

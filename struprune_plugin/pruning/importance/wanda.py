@@ -1,7 +1,4 @@
-"""``wanda``: norms of inputs times norms of the weights that read them.
-
-Legend: u a unit, i one of its columns in the consuming linear W [d, n], x_i that input, t a token.
-"""
+"""``wanda``: norms of inputs times norms of the weights that read them."""
 
 from __future__ import annotations
 
@@ -25,14 +22,12 @@ class Wanda(Importance):
 
 
 def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:
-    """Score units by mean absolute input times column l1 norm: ``sum_i mean_t |x_it| * sum_o |W_oi|``.
+    """Return ``sum_i mean_t |x_it| * sum_o |W_oi|`` over a unit's inputs i, tokens t and outputs o, shape [units], float64.
 
     Source: paper, Algorithms 2 and 3, step 3 (``||W_i x_i||_1`` averaged over samples).
 
-    :param moments: moments of the consuming linear
     :param weight: weight of the consuming linear, shape [d, n]
-    :param unit_columns: columns of every unit, shape [units, columns_per_unit], int64
-    :return: shape [units], float64, at least 0
+    :param unit_columns: shape [units, columns_per_unit], int64
     """
     mean_input = moments.absolute_sum.double() / max(moments.num_tokens, 1)
     return sum_columns(mean_input * weight.double().abs().sum(0), unit_columns)

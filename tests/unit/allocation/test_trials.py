@@ -64,16 +64,16 @@ def test_a_divergence_is_that_of_the_model_with_these_columns_gone(family, save_
         weight_update="none",
         allocation={"rule": "error_curve", "trial_samples": 3},
     )
-    trials, found = seen[1]
+    trial, held, found = seen[1]
     assert len(found) > 1
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    (batch,) = trials.batches
+    (batch,) = held
     assert len(batch["input_ids"]) == 2  # of three held out the first is for blocks of modules
-    for path, divergence in zip(trials._paths, found, strict=True):
+    for kept, divergence in zip(trial.plans, found, strict=True):
         pruned = copy.deepcopy(dense)
-        for group in trials._groups:
+        for group in trial.groups:
             linear = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
-            order = trials._fit.measured[group.name].order[: group.num_units - path.kept[group.name]]
+            order = trial.fit.measured[group.name].order[: group.num_units - kept[group.name]]
             weight = group.to_unit_order(linear.weight.data)
             gone = unit_columns(order, group.columns_per_unit)
             linear.weight.data = group.to_module_order(weight.index_fill(1, gone, 0))
@@ -91,14 +91,14 @@ def measure_divergence(dense, pruned, batch):
 def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp_path, monkeypatch):
     seen = watch_trials(monkeypatch, choose=1)
     prune(opt, tmp_path / "out")
-    trials, _ = seen[1]
+    trial, _, _ = seen[1]
     record = read_manifest(tmp_path / "out")
     names = list(record.allocation.tried)
     assert (names[0], record.allocation.taken) == ("error_curve", names[1])
-    assert {group.name: group.kept for group in record.groups} == dict(trials._paths[1].kept)
-    uniform = trials._paths[names.index("uniform")].kept
+    assert {group.name: group.kept for group in record.groups} == dict(trial.plans[1])
+    uniform = trial.plans[names.index("uniform")]
     for kind in ("ffn", "value_channels"):  # what the rounding leaves over goes to the first
-        assert len({uniform[group.name] for group in trials._groups if group.kind == kind}) <= 2
+        assert len({uniform[group.name] for group in trial.groups if group.kind == kind}) <= 2
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
@@ -107,9 +107,10 @@ def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(famil
     for keeps in (True, False):
         monkeypatch.setattr(planning.curves, "can_keep_moments", lambda *_, keeps=keeps: keeps)
         prune(folder)
-    for (kept, found), (anew, again) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+    for (kept, _, found), (anew, _, again) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         assert found == again
-        assert kept._num_fit == 0 < anew._num_fit
+        assert kept.fit.moments
+        assert anew.fit.moments is None
 
 
 def test_moments_are_kept_only_where_the_host_has_room(opt):

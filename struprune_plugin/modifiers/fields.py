@@ -21,7 +21,7 @@ from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
-from struprune_plugin.storage.registry import Config, NotGone, Patterns, refuse_gone
+from struprune_plugin.storage.registry import Config, Patterns
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
@@ -79,8 +79,8 @@ class Experts(Config):
         the output; ``per_layer``: all experts of a layer do
     """
 
-    units: Annotated[Literal["channels", "whole"], NotGone] = "channels"
-    widths: Annotated[Literal["same", "per_layer"], NotGone] = "same"
+    units: Literal["channels", "whole"] = "channels"
+    widths: Literal["same", "per_layer"] = "same"
 
     @property
     def drops(self) -> bool:
@@ -90,7 +90,6 @@ class Experts(Config):
 
 def _read_short_forms(value: Any) -> Any:
     """Return the settings for the short forms ``fisher``, ``channels``, ``whole`` and ``none``."""
-    refuse_gone([value])
     forms = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "none": None}
     return forms.get(value, value) if isinstance(value, str) else value
 

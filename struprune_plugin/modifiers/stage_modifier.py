@@ -7,7 +7,7 @@ from typing import Any
 
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
@@ -16,7 +16,6 @@ from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
 from struprune_plugin.storage.checkpoint import note_left_out
 from struprune_plugin.storage.manifest import describe_versions
-from struprune_plugin.storage.registry import refuse_gone
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
@@ -31,12 +30,6 @@ class StageModifier(Modifier):
     requires_calibration_data: bool = False  # the plugin's loops pass the data through the layers
 
     _store: ResumeStore | None = PrivateAttr(default=None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, values: Any) -> Any:
-        refuse_gone(values if isinstance(values, dict) else ())
-        return values
 
     @reset_torch()
     def initialize(self, state: State, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from struprune_plugin.modifiers import MODIFIERS, StruPruneModifier
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.registry import describe_error, refuse_gone, show_name, suggest
+from struprune_plugin.storage.registry import describe_error, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
 _FORM = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
@@ -108,7 +108,7 @@ def _read_recipe(recipe: str | os.PathLike | Mapping[str, Any]) -> tuple[str, An
 
 
 def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
-    """Raise on parts of a recipe that llm-compressor would pass over, and on modifiers that are gone."""
+    """Raise on parts of a recipe that llm-compressor would pass over."""
     is_mapping = isinstance(part, dict) and all(isinstance(name, str) for name in part)
     ending = ("_stage", "_modifiers", "", "")[len(path)]
     if not is_mapping or (len(path) < 3 and not part) or not all(name.endswith(ending) for name in part):
@@ -117,8 +117,6 @@ def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
         raise ValueError(
             f"{where}: {place}must be a mapping{told}, got {shorten_value(part)}. Write the recipe in the form {_FORM}."
         )
-    if len(path) == 2:
-        refuse_gone(part)
     for name, inner in part.items() if len(path) < 3 else ():
         _check_form(where, inner, (*path, name))
 
@@ -163,7 +161,6 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
         return named
     found = [each for each in named if field in MODIFIERS[each[0]].model_fields]
     if not found:
-        refuse_gone([field])
         known = {f for other, _ in named for f in MODIFIERS[other].model_fields.keys() - Modifier.model_fields}
         remedy = suggest(field, known) or f"The fields are {', '.join(sorted(known)) or 'none'}."
         raise ValueError(

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from struprune_plugin.storage.files import shorten_value
 
-_TRAINED = (
-    "Adapters are trained by the cross entropy on the calibration text, one decoder layer on the device at a time. For other "
-    "training give the output folder to transformers.Trainer."
-)
-_GONE = {  # what to use -> fields, methods and modifiers that recipes no longer have
-    _TRAINED: "checkpoint_steps clipping compute data loss memory patience state_dtype state_folder weights",
-    "Use LoRARecoveryModifier, or transformers.Trainer on the output folder.": "RecoveryModifier",
+_GONE = {  # what to use -> fields and methods that recipes no longer have
+    "Give the output folder to transformers.Trainer.": "checkpoint_steps clipping loss patience state_dtype weights",
     "Set batch_size of the run: as many sequences are on the device at a time.": "micro_batch_size",
     "Train the output folder, for instance by a recovery stage behind the pruning.": "ffn_tuning",
     "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.": "cache",
@@ -26,57 +21,28 @@ _GONE = {  # what to use -> fields, methods and modifiers that recipes no longer
     "Remove layers in transformers (docs/models.md), then prune widths.": "sublayers whole_layers",
     "Run the output's own recipe.yaml on the same calibration text.": "replay",
     "Use more calibration text, so that every expert sees enough tokens.": "calibrate_all_experts",
-    "Set `experts: whole`, ranked by REAP's score, or `experts: channels`.": "both criterion",
-    "Engines hold all experts of a layer in one tensor. Set `widths: per_layer`.": "per_expert",
+    "Set `experts: whole`, ranked by REAP's score, or `experts: channels`.": "criterion",
     "Set `allocation: error_curve`.": "owl block_influence",
     "Set `importance: obs`, `wanda` or `snip`.": "fluctuation taylor wanda_l2",
 }
 GONE = {name: remedy for remedy, names in _GONE.items() for name in names.split()}
 
 
-def refuse_gone(names: Iterable[object]) -> None:
-    """Raise for the first name that recipes no longer have.
-
-    :param names: fields that a recipe sets, or the name of a method
-    :raises ValueError: one of them is in :data:`GONE`
-    """
-    for name in names:
-        if isinstance(name, str) and name in GONE:
-            raise ValueError(f"`{name}` is gone. {GONE[name]}")
+def _check_pattern(name: str) -> str:
+    try:
+        re.compile(name.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"must be a name or a valid pattern, got {name!r}: {error}. Correct the pattern.") from None
+    return name
 
 
-def _refuse_value(value: Any) -> Any:
-    refuse_gone([value])
-    return value
-
-
-NotGone = BeforeValidator(_refuse_value)  # for fields whose earlier values are in GONE
-
-
-def _check_patterns(names: list[str]) -> list[str]:
-    for name in names:
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"must hold names or valid patterns, got {name!r}: {error}. Correct the pattern."
-            ) from None
-    return names
-
-
-Patterns = Annotated[list[str], AfterValidator(_check_patterns)]  # plain names, and patterns as ``re:<pattern>``
+Patterns = list[Annotated[str, AfterValidator(_check_pattern)]]  # plain names, and patterns as ``re:<pattern>``
 
 
 class Config(BaseModel):
     """Frozen settings of one method; unknown fields raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, values: Any) -> Any:
-        refuse_gone([name for name in values if name not in cls.model_fields] if isinstance(values, dict) else ())
-        return values
 
 
 C = TypeVar("C", bound=Config)
@@ -91,30 +57,21 @@ class Registry(dict[str, type[C]]):
 
     :param base: class of all methods
     :param key: field that holds the name
-    :param needs: functions, one of which a method must define
     """
 
-    def __init__(self, base: type[C], key: str = "method", needs: Sequence[str] = ()):
+    def __init__(self, base: type[C], key: str = "method"):
         super().__init__()
-        self.base, self.key, self.needs = base, key, needs
+        self.base, self.key = base, key
 
     def register(self, method: type[T]) -> type[T]:
         """Register a method; use it as a decorator.
 
-        :raises ValueError: the method has no name as default of its key field, lacks a function, or the name is taken
+        :raises ValueError: the method has no name as default of its key field, or the name is taken
         """
         name = method.model_fields[self.key].default
-        if not isinstance(name, str):
+        if not isinstance(name, str) or name in self:
             raise ValueError(
-                f"{method.__name__}: {self.key} must have the method's name as default, as in Literal['x'] = 'x', got {name!r}."
-            )
-        if self.needs and all(getattr(method, need) is getattr(self.base, need) for need in self.needs):
-            raise ValueError(
-                f"{method.__name__}: the class must define {' or '.join(self.needs)}, got neither. Add one."
-            )
-        if name in self:
-            raise ValueError(
-                f"{self.key}: {name!r} must be registered once, got {method!r} and {self[name]!r}. Rename one of them."
+                f"{method.__name__}: {self.key} must have a new name as default, as in Literal['x'] = 'x', got {name!r}."
             )
         self[name] = method  # type: ignore[assignment]
         return method
@@ -127,35 +84,21 @@ class Registry(dict[str, type[C]]):
         if isinstance(value, self.base):
             return value
         given = {self.key: value} if isinstance(value, str) else value
-        if not isinstance(given, dict) or not isinstance(given.get(self.key), str):
-            raise ValueError(
-                f"must be a name or a mapping with {self.key!r}, got {shorten_value(value)}. {self._list()}"
-            )
-        name = given[self.key]
-        if name not in self:
-            refuse_gone([name])
-            raise ValueError(f"must be a known {self.key}, got {name!r}. {suggest(name, self) or self._list()}")
-        method = self[name]
-        refuse_gone([field for field in given if field not in method.model_fields])
-        for field in given.keys() - method.model_fields.keys():
-            others = [other for other, cls in self.items() if field in cls.model_fields]
-            known = suggest(str(field), method.model_fields) or f"Its fields are {', '.join(method.model_fields)}."
-            if not others:
-                raise ValueError(f"{name} has no field {show_name(field)}. {known}")
-            raise ValueError(
-                f"`{show_name(field)}: {shorten_value(given[field])}` has no effect with `{self.key}: {name}`. Remove it, or set "
-                f"{' or '.join(f'`{self.key}: {other}`' for other in others)}."
-            )
-        return method.model_validate(given)
-
-    def _list(self) -> str:
-        return f"The names are {', '.join(self)}; a method of your own must be imported first."
+        name = given.get(self.key) if isinstance(given, dict) else None
+        if not isinstance(name, str) or name not in self:
+            remedy = suggest(str(name), self) or f"The names are {', '.join(self)}; import a method of your own first."
+            raise ValueError(f"must be a known {self.key} or a mapping with it, got {shorten_value(value)}. {remedy}")
+        fields = self[name].model_fields
+        for field in given.keys() - fields.keys():
+            remedy = suggest(str(field), fields) or f"Its fields are {', '.join(fields)}."
+            raise ValueError(f"{name} has no field {show_name(field)}. {remedy}")
+        return self[name].model_validate(given)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a question about the nearest known name; empty where none is near."""
+    """Return what to use in place of an unknown name: what replaced it, or the nearest known one; else an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {near[0]}?" if near else ""
+    return GONE.get(name) or (f"Did you mean {near[0]}?" if near else "")
 
 
 def show_name(name: object) -> str:
@@ -176,10 +119,9 @@ def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]])
             message = e["msg"].removeprefix("Value error, ")
             problems.append(f"{place} {message}" if message.startswith(("must ", "has ")) else f"{place}: {message}")
         elif e["type"] == "extra_forbidden":
-            kind = kinds.get(error.title) if len(loc) == 1 else None
-            holder = error.title if len(loc) == 1 else ".".join(map(show_name, loc[:-1]))
-            remedy = (kind and suggest(str(loc[0]), kind.model_fields)) or "Correct its name, or remove it."
-            problems.append(f"{place} is not a field of {holder}. {remedy}")
+            known = kinds[error.title].model_fields if len(loc) == 1 and error.title in kinds else ()
+            remedy = suggest(str(loc[-1]), known) or "Correct its name, or remove it."
+            problems.append(f"{place} is not a field of {error.title}. {remedy}")
         else:
             wanted = re.sub(r"^(Input|Field) should", "must", e["msg"])
             told = wanted if wanted != e["msg"] else f"must be valid ({e['msg']})"

@@ -59,7 +59,7 @@ RECIPES = {
 }
 SETS = {
     "yaml": ("sparsity=[", "must be valid YAML"),
-    "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
+    "pattern": ("targets=['re:(']", "must be a name or a valid pattern"),
     "list": ("allocation.samples=[[1]]", "must be a valid integer"),
     "infinite": ("sparsity=1e999", "sparsity must be less than 1, got '1e999'"),
 }

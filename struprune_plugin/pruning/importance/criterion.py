@@ -72,7 +72,7 @@ class Importance(Config):
         """Raise a ValueError if the method is not defined for a model."""
 
 
-IMPORTANCES: Registry[Importance] = Registry(Importance, needs=("score", "rank"))
+IMPORTANCES: Registry[Importance] = Registry(Importance)
 
 
 def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Tensor] = ()) -> Tensor:

@@ -1,7 +1,6 @@
 import copy
 import functools
 import itertools
-import re
 
 import pytest
 import torch
@@ -389,21 +388,6 @@ def test_targets_limit_what_is_pruned(opt):
     sizes = [(layer.fc2.in_features, layer.self_attn.out_proj.in_features) for layer in pruned.model.decoder.layers]
     assert sizes[0] == (40, 24)
     assert all(width < 40 and attention == 24 for width, attention in sizes[1:])
-
-
-@pytest.mark.parametrize(
-    ("fields", "remedy"),
-    [
-        ({"sublayers": "none"}, "Remove layers in transformers (docs/models.md), then prune widths."),
-        ({"allocation": "whole_layers"}, "Remove layers in transformers (docs/models.md), then prune widths."),
-        ({"importance": {"method": "wanda_l2"}}, "Set `importance: obs`, `wanda` or `snip`."),
-        ({"experts": {"calibrate_all_experts": True}}, "Use more calibration text"),
-        ({"memory_budget": 10**9}, "Set `offload: true`"),
-    ],
-)
-def test_a_field_or_method_that_is_gone_names_its_remedy(fields, remedy):
-    with pytest.raises(ValueError, match=re.escape(f"is gone. {remedy}")):
-        StruPruneModifier(sparsity=0.3, **fields)
 
 
 def test_aborted_run_leaves_the_host_usable(opt, tmp_path):

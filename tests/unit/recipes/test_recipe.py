@@ -50,7 +50,7 @@ def modifier(**fields):
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",
             "'PruneModifier' is not .* mean StruPruneModifier",
         ),
-        ("x_stage:\n  x_modifiers: {RecoveryModifier: {}}\n", "`RecoveryModifier` is gone. Use LoRARecoveryModifier"),
+        ("x_stage:\n  x_modifiers: {RecoveryModifier: {}}\n", "is not a modifier .* Did you mean LoRARec"),
         (modifier(sparsity=0.3, sparsty=0.2), "sparsty is not a field of StruPruneModifier. Did you mean sparsity"),
         (modifier(sparsity=1.0), "sparsity must be less than 1, got 1.0. Correct it."),
         (modifier(sparsity=-0.1), "sparsity must be greater than or equal to 0, got -0.1"),
@@ -63,6 +63,10 @@ def modifier(**fields):
         ),
         (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be greater than or equal to 0, got -1"),
         (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be greater than or equal to 1, got 0"),
+        (
+            modifier(sparsity=0.3, sublayers="none"),
+            "is not a field of StruPruneModifier. Remove layers in transformers",
+        ),
     ],
 )
 def test_load_recipe_refuses(recipe, message):

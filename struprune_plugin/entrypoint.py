@@ -31,12 +31,11 @@ from struprune_plugin.modifiers.host_arguments import check_arguments, load_mode
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_output
+from struprune_plugin.reporting.tables import summarize_output
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
 from struprune_plugin.storage.checkpoint import (
     check_checkpoint,
-    find_checkpoint,
     is_packed,
     load_tokenizer,
     note_left_out,
@@ -102,15 +101,13 @@ def oneshot(
         config = check_checkpoint(model, trusts, revision)
     uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
     check_cache_quantisation(loaded.modifiers, uneven)
-    named = [source, recipe, offloaded]
-    named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    store = None if checkpoint_dir is None else ResumeStore(Path(checkpoint_dir))
+    for modifier in loaded.modifiers:
+        if store is not None and isinstance(modifier, StageModifier):
+            modifier.set_store(store)
+    others = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    named = [source, recipe, offloaded, store and store.folder, *others]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
-    store = None
-    if checkpoint_dir is not None:
-        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
-        for modifier in loaded.modifiers:
-            if isinstance(modifier, StageModifier):
-                modifier.set_store(store)
     with ExitStack() as stack:
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -118,8 +115,7 @@ def oneshot(
         stack.enter_context(_quieten())
         folder = None
         if output_dir is not None:
-            size = estimate_output_bytes(source, loaded.modifiers, kwargs)
-            folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs, size))
+            folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs))
             kwargs["output_dir"] = str(folder)
         if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
             # also for a wrapper, whose other files are copied
@@ -182,17 +178,3 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
                     "recipe, or remove SmoothQuantModifier."
                 ) from error
             raise
-
-
-def estimate_output_bytes(source: str, modifiers: list[Modifier], kwargs: dict[str, Any]) -> int:
-    """Return a lower bound on the bytes of a run's output weights; 0 if the input's weights are not on this machine.
-
-    Weights shrink by the sparsity, or to nothing under another budget; by half if the model is loaded in half precision, and to a
-    quarter if a modifier of llm-compressor follows.
-    """
-    folder = find_checkpoint(source, kwargs.get("model_revision", "main"))
-    ours = [modifier for modifier in modifiers if isinstance(modifier, StructuredModifier)]
-    left = 1 - max((modifier.sparsity for modifier in ours if modifier.sparsity), default=1.0 if ours else 0.0)
-    left /= 2 if kwargs.get("precision") in ("bfloat16", "float16") else 1
-    left /= 4 if any(not isinstance(modifier, StageModifier) for modifier in modifiers) else 1
-    return int(measure_weight_bytes(folder) * left) if folder else 0

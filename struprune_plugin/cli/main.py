@@ -162,7 +162,7 @@ def convert(
     from struprune_plugin.reporting.pages import write_card
     from struprune_plugin.storage.output_folder import write_folder
 
-    with write_folder(output, overwrite, [path], tables.measure_weight_bytes(path)) as partial:
+    with write_folder(output, overwrite, [path]) as partial:
         convert_folder(path, to, partial, trust_remote_code)
         carry_manifest(path, partial)
         write_card(partial)

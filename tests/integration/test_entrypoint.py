@@ -2,7 +2,6 @@ import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,7 +242,7 @@ def test_an_earlier_output_is_overwritten_and_nothing_else(opt, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    for overwrite, message in ((False, "must be empty or absent"), (True, "must be an earlier output of StruPrune")):
+    for overwrite, message in ((False, "must be empty or absent"), (True, "must hold an earlier output of StruPrune")):
         with pytest.raises(ValueError, match=f"output_dir: {message}"):
             run_oneshot(str(opt), sparsity=0.3, output_dir=str(out), overwrite=overwrite)
     assert (out / "precious.txt").read_text() == "mine"
@@ -268,13 +267,6 @@ def test_inputs_are_never_overwritten(opt, prune_once, tmp_path):
     with pytest.raises(ValueError, match="must not be or hold the input"):
         run_oneshot(str(opt), recipe=str(model / "recipe.yaml"), output_dir=model, overwrite=True, tokenizer=str(opt))
     assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
-
-
-def test_a_disk_without_room_is_refused_before_the_run(opt, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(ValueError, match=r"must have room for at least \d+ kB of weights, got 100 B free"):
-        run_oneshot(str(opt), sparsity=0.3, output_dir=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_bfloat16_models_stay_bfloat16(opt, tmp_path):

@@ -22,7 +22,6 @@ from struprune_plugin.recovery.training import (
     RecoveryConfig,
     attach_adapters,
     match_linears,
-    seed_random,
 )
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
@@ -75,11 +74,10 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         began, model = time.perf_counter(), state.model
         train, held_out = self._samples
         with (
-            seed_random(self.seed),
             DisableQuantization(model),
             enter_device_context(model) as context,
             context.stage("training"),
-            attach_adapters(model, self._linears, self.adapters) as parameters,
+            attach_adapters(model, self._linears, self.adapters, self.seed) as parameters,
         ):
             curve = AdapterTraining(model, parameters, self, self._micro_size, context).run(train, held_out)
         self._record = {

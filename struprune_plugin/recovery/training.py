@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from compressed_tensors.offload import disable_offloading, update_offload_parameter
 from compressed_tensors.utils import match_name
 from peft import LoraConfig
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import Linear
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,17 +34,13 @@ from struprune_plugin.storage.registry import Config, Patterns
 class Adapters(Config):
     """Low-rank adapters on linears of the decoder layers, merged at the end: ``W + alpha / rank * B A`` (Hu et al., 2021).
 
-    :param rank: rank of the adapters
-    :param alpha: scale of the adapters, divided by the rank
-    :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``. By default all
-        linears of the modules that hold units
-    :param dropout: dropout on the inputs of the adapters; the model's own dropout stays off
+    :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``; None takes all linears
+        of the modules that hold units
     """
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     targets: Annotated[Patterns, Field(min_length=1)] | None = None
-    dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
 class Schedule(Config):
@@ -52,8 +48,8 @@ class Schedule(Config):
 
     :param epochs: passes over the training part, each in a new order
     :param max_steps: upper bound on the steps
-    :param learning_rate: learning rate after the warm-up
-    :param decay: decay of the learning rate after the warm-up: ``cosine``, ``linear`` (both to zero) or ``constant``
+    :param learning_rate: after the warm-up
+    :param decay: of the learning rate after the warm-up: ``cosine``, ``linear`` (both to zero) or ``constant``
     :param warmup_fraction: share of the steps in which the learning rate rises from zero, rounded up to whole steps
     """
 
@@ -64,42 +60,25 @@ class Schedule(Config):
     warmup_fraction: float = Field(default=0.1, ge=0, lt=1)
 
 
-class Optimizer(Config):
-    """AdamW.
-
-    :param weight_decay: weight decay
-    :param max_grad_norm: bound on the norm of all adapters' gradient
-    """
-
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-
-
 class Holdout(Config):
     """The last samples, which are not trained on; the best adapters on them are kept, the untrained ones included.
 
     :param fraction: held-out share of the samples, at least one sample
-    :param steps: steps between measurements; there is one more at the end. None measures after each epoch
     """
 
     fraction: float = Field(default=0.1, gt=0, lt=1)
-    steps: int | None = Field(default=None, ge=1)
 
 
 class RecoveryConfig(BaseModel):
     """Settings of a recovery.
 
-    :param adapters: the low-rank adapters that are trained
-    :param schedule: steps and their learning rates
-    :param optimizer: AdamW
     :param batch_size: sequences per step; as many as a calibration batch holds are on the device at a time
-    :param holdout: samples that are not trained on. None keeps the adapters of the last step
-    :param seed: seed of the adapters' start, the order of samples, and dropout
+    :param holdout: None keeps the adapters of the last step
+    :param seed: seed of the adapters' start and the order of samples
     """
 
     adapters: Adapters = Adapters()
     schedule: Schedule = Schedule()
-    optimizer: Optimizer = Optimizer()
     batch_size: int = Field(default=8, ge=1)
     holdout: Holdout | None = Holdout()
     seed: int = 0
@@ -136,15 +115,9 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
 
 
 @contextmanager
-def seed_random(seed: int) -> Iterator[None]:
-    """Seed torch, and restore the earlier random state on exit."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) -> Iterator[list[nn.Parameter]]:
+def attach_adapters(
+    model: nn.Module, names: Sequence[str], adapters: Adapters, seed: int = 0
+) -> Iterator[list[nn.Parameter]]:
     """Put peft's LoRA layers in the place of linears, as the model's only weights that learn; take them off on exit.
 
     They are merged if the block succeeds. Adapters are in float32 or wider; the sum is rounded once to a weight's own dtype.
@@ -152,11 +125,12 @@ def attach_adapters(model: nn.Module, names: Sequence[str], adapters: Adapters) 
     :return: the parameters of the adapters
     """
     attached: dict[str, Any] = {}
-    with freeze_weights(model):
+    with freeze_weights(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
         try:
             for name in names:
                 linear: Any = model.get_submodule(name)
-                config = LoraConfig(lora_dropout=adapters.dropout, fan_in_fan_out=isinstance(linear, Conv1D))
+                config = LoraConfig(fan_in_fan_out=isinstance(linear, Conv1D))
                 attached[name] = Linear(linear, "default", config, r=adapters.rank, lora_alpha=adapters.alpha)  # type: ignore[arg-type]
                 model.set_submodule(name, attached[name])
             parameters = [part for layer in attached.values() for part in layer.parameters() if part.requires_grad]
@@ -178,13 +152,6 @@ def _merge(layer: Any) -> None:
     update_offload_parameter(linear, "weight", (linear.weight.to(change) + change).to(linear.weight.dtype))
 
 
-def switch_dropout(model: nn.Module, active: bool) -> None:
-    """Switch the adapters' dropout on or off; nothing else changes."""
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.lora_dropout.train(active)
-
-
 # -- training --------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +160,7 @@ class TrainingCurve:
     """Curve of a training.
 
     :param losses: cross entropy per predicted token of every step's samples, before the step
-    :param holdout: ``step``, 0 for the model as it was, and held-out ``loss`` of every measurement; empty without a held-out part
+    :param holdout: ``step``, 0 for the model as it was, and held-out ``loss`` after every epoch and at the end
     :param tokens_seen: predicted tokens trained on, counted every time
     :param best_step: step whose adapters were kept; None without a held-out part
     """
@@ -230,7 +197,7 @@ class AdapterTraining:
         """
         config, curve, best = self.config, TrainingCurve(), list[Tensor]()
         batches = list_batches(len(samples), config)
-        every = (config.holdout and config.holdout.steps) or math.ceil(len(samples) / config.batch_size)
+        epoch = math.ceil(len(samples) / config.batch_size)
         optimizer, scheduler = self.make_optimizer(len(batches))
         for step in tqdm(range(len(batches) + 1), desc="recovery"):
             if step:
@@ -238,7 +205,7 @@ class AdapterTraining:
                 curve.losses.append(self.take_step(chosen, step, optimizer))
                 scheduler.step()
                 curve.tokens_seen += count_targets(chosen)
-            if held_out and (step % every == 0 or step == len(batches)):
+            if held_out and (step % epoch == 0 or step == len(batches)):
                 loss = self.measure(held_out, step)
                 if all(loss < row["loss"] for row in curve.holdout):
                     curve.best_step, best = step, [parameter.detach().clone() for parameter in self.parameters]
@@ -252,41 +219,33 @@ class AdapterTraining:
         """Return torch's AdamW and transformers' schedule, moved on by a step, as the rate of its first one is 0."""
         schedule = self.config.schedule
         name = "constant_with_warmup" if schedule.decay == "constant" else schedule.decay
-        decay = self.config.optimizer.weight_decay
-        optimizer = torch.optim.AdamW(self.parameters, lr=schedule.learning_rate, weight_decay=decay)
+        optimizer = torch.optim.AdamW(self.parameters, lr=schedule.learning_rate, weight_decay=0.0)
         scheduler = get_scheduler(name, optimizer, math.ceil(schedule.warmup_fraction * num_steps), num_steps + 1)
         optimizer.step()  # without gradients it moves nothing
         scheduler.step()
         return optimizer, scheduler
 
-    # -- one step -------------------------------------------------------------------------------------------------
-
     def take_step(self, samples: Sequence[Tensor], step: int, optimizer: torch.optim.Optimizer) -> float:
         """Update the adapters by one batch; return its loss per predicted token before the update."""
-        switch_dropout(self.model, True)
         count = count_targets(samples)
-        loss = self.accumulate_gradients(samples, step) / count
+        loss = self.accumulate_gradients(samples) / count
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad /= count
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
-        self._check_finite(loss, "the loss", step)
-        self._check_finite(float(norm), "gradients", step)
+        norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self._check_finite(loss + float(norm), step)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    def accumulate_gradients(self, samples: Sequence[Tensor], step: int = 0) -> float:
+    def accumulate_gradients(self, samples: Sequence[Tensor]) -> float:
         """Add the gradient of the summed cross entropy to the adapters' ``grad``; return the sum.
 
         A sum over tokens, so that gradients of 16-bit models do not vanish on their way.
-
-        :param step: seeds the dropout, by layer: it is the same in both runs of a layer
         """
-        flows = self._run_layers(samples, step)
+        flows = self._run_layers(samples)
         loss = self._run_heads(flows, learns=True)
         for index, _, layer, following in list_visits(self.model, backward=True):
-            self._seed(step, index)
             with self.context.hold(layer, following):
                 for flow in flows:
                     flow.turn_back(index, layer, self.context)
@@ -294,17 +253,15 @@ class AdapterTraining:
 
     def measure(self, samples: Sequence[Tensor], step: int = 0) -> float:
         """Return the cross entropy per predicted token."""
-        switch_dropout(self.model, False)
-        loss = self._run_heads(self._run_layers(samples, step), learns=False) / count_targets(samples)
-        self._check_finite(loss, "the held-out loss", step)
+        loss = self._run_heads(self._run_layers(samples), learns=False) / count_targets(samples)
+        self._check_finite(loss, step)
         return loss
 
-    def _run_layers(self, samples: Sequence[Tensor], step: int) -> list[BatchFlow]:
+    def _run_layers(self, samples: Sequence[Tensor]) -> list[BatchFlow]:
         """Return micro-batches of samples after all layers; their calls hold the layers' inputs, on the host."""
         batches = [{"input_ids": batch} for batch in make_micro_batches(samples, self.micro_size)]
         flows = enter_batches(self.model, batches, self.context)
         for index, _, layer, following in list_visits(self.model):
-            self._seed(step, index)
             with torch.no_grad(), self.context.hold(layer, following):
                 for flow in flows:
                     flow.advance(index, layer, self.context)
@@ -327,14 +284,10 @@ class AdapterTraining:
                     flow.above = [context.park(hidden.grad)]
         return total
 
-    def _seed(self, step: int, index: int) -> None:
-        if self.config.adapters.dropout:
-            torch.manual_seed(hash((self.config.seed, step, index)) % (1 << 63))
-
-    def _check_finite(self, value: float, what: str, step: int) -> None:
+    def _check_finite(self, value: float, step: int) -> None:
         if not math.isfinite(value):
             raise ValueError(
-                f"recovery: {what} must be finite, got NaN or Inf at step {step}. Lower schedule.learning_rate "
+                f"recovery: loss and gradients must be finite, got NaN or Inf at step {step}. Lower schedule.learning_rate "
                 f"({self.config.schedule.learning_rate:g}), or load the model in a wider dtype (--dtype)."
             )
 

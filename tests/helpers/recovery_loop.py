@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def train_plainly(model, parameters, batches, rates, max_norm, weight_decay=0.0):
+def train_plainly(model, parameters, batches, rates):
     """Train by autograd over the whole model, one sequence at a time, and torch's AdamW; return the losses.
 
     :param batches: token ids of every step's samples, shape [tokens] each
     """
-    optimizer, losses = torch.optim.AdamW(parameters, weight_decay=weight_decay), []
+    optimizer, losses = torch.optim.AdamW(parameters, weight_decay=0.0), []
     for batch, rate in zip(batches, rates, strict=True):
         count, total = sum(len(sample) - 1 for sample in batch), 0.0
         optimizer.zero_grad()
@@ -18,7 +18,7 @@ def train_plainly(model, parameters, batches, rates, max_norm, weight_decay=0.0)
             loss = measure_loss(model, sample) / count
             loss.backward()
             total += loss.item()
-        nn.utils.clip_grad_norm_(parameters, max_norm)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         losses.append(total)

@@ -22,17 +22,15 @@ from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.recovery.training import (
     Adapters,
     AdapterTraining,
-    Optimizer,
     RecoveryConfig,
     Schedule,
     attach_adapters,
     make_micro_batches,
     match_linears,
-    seed_random,
 )
 from struprune_plugin.runtime.device_context import DeviceContext
 
-SOME = Adapters(rank=4, alpha=8.0, dropout=0.1)
+SOME = Adapters(rank=4, alpha=8.0)
 FAST = {"learning_rate": 2e-2, "decay": "constant", "warmup_fraction": 0.0}
 
 
@@ -69,7 +67,7 @@ def test_gradients_equal_those_of_the_whole_model(model_type):
     model = model.double()
     model.config._experts_implementation = "eager"  # the grouped product knows no float64
     samples = [*draw(3), *draw(2, 7)]
-    with seed_random(0), attach_adapters(model, match_linears(model, SOME), SOME) as adapters:
+    with attach_adapters(model, match_linears(model, SOME), SOME) as adapters:
         for adapter in adapters:
             adapter.data.normal_(0, 0.1)
         wanted_loss = sum(measure_loss(model, sample) for sample in samples)
@@ -86,15 +84,14 @@ def test_gradients_equal_those_of_the_whole_model(model_type):
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 def test_ten_steps_equal_the_plain_loop(decay):
-    """Float64, micro-batches of two, clipped at every step; the first step has a rate above zero."""
+    """Float64, micro-batches of two; the first step has a rate above zero."""
     ours = make_opt().double()
     theirs = copy.deepcopy(ours)
     lora, samples = Adapters(rank=3, alpha=6.0), draw(5)
-    optimizer = Optimizer(weight_decay=0.01, max_grad_norm=0.05)
     schedule = Schedule(epochs=5, learning_rate=1e-2, decay=decay, warmup_fraction=0.2)
-    config = RecoveryConfig(adapters=lora, optimizer=optimizer, schedule=schedule, batch_size=3, holdout=None)
+    config = RecoveryConfig(adapters=lora, schedule=schedule, batch_size=3, holdout=None)
     rates = []
-    with seed_random(0), attach_adapters(ours, match_linears(ours, lora), lora) as adapters:
+    with attach_adapters(ours, match_linears(ours, lora), lora) as adapters:
         training = AdapterTraining(ours, adapters, config, 2, DeviceContext())
         take = training.take_step
 
@@ -105,8 +102,8 @@ def test_ten_steps_equal_the_plain_loop(decay):
 
         batches, training.take_step = [], watch
         curve = training.run(samples, [])
-    with seed_random(0), attach_adapters(theirs, match_linears(theirs, lora), lora) as adapters:
-        wanted = train_plainly(theirs, adapters, batches, rates, 0.05, 0.01)
+    with attach_adapters(theirs, match_linears(theirs, lora), lora) as adapters:
+        wanted = train_plainly(theirs, adapters, batches, rates)
     assert curve.losses == pytest.approx(wanted, rel=1e-9)
     assert [len(batch) for batch in batches] == [3, 2] * 5
     assert curve.tokens_seen == 5 * 5 * 11
@@ -117,26 +114,6 @@ def test_ten_steps_equal_the_plain_loop(decay):
     first, second = weights_of(ours), weights_of(theirs)
     assert max((first[name] - second[name]).abs().max() for name in first) < 1e-8
     assert changed(first, weights_of(make_opt().double())), "they have learnt"
-
-
-def test_dropout_is_the_same_in_both_runs_of_a_layer():
-    """Else the gradient would be of another function: compare a small step along it."""
-    model, samples = make_opt().double(), draw(3)
-    with seed_random(0), attach_adapters(model, match_linears(model, SOME), SOME) as adapters:
-        for adapter in adapters:
-            adapter.data.normal_(0, 0.1)
-        training = make_training(model, adapters, adapters=SOME)
-        for module in model.modules():
-            if hasattr(module, "lora_dropout"):
-                module.lora_dropout.train()
-        before = training.accumulate_gradients(samples, step=1)
-        gradients = [adapter.grad.clone() for adapter in adapters]
-        step = 1e-7
-        for adapter, gradient in zip(adapters, gradients, strict=True):
-            adapter.data += step * gradient
-        after = training.accumulate_gradients(samples, step=1)
-        wanted = sum(gradient.square().sum().item() for gradient in gradients)
-    assert (after - before) / step == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_step_holds_one_layer_whatever_the_depth_and_the_number_of_sequences():
@@ -297,7 +274,7 @@ def test_quantising_afterwards_in_the_same_recipe_saves_and_reloads(opt, tmp_pat
 
 
 def test_same_seed_same_weights(opt):
-    fields = {"adapters": {"dropout": 0.2}, "holdout": None, "prune": False}
+    fields = {"holdout": None, "prune": False}
     first, again, other = (recover(opt, seed=seed, **fields)[0] for seed in (1, 1, 2))
     assert not changed(weights_of(first), weights_of(again))
     assert changed(weights_of(first), weights_of(other))
@@ -322,13 +299,11 @@ def test_recovery_of_a_pruned_folder_reaches_its_manifest(opt, tmp_path):
     [
         ({"adapters": {"alpha": float("inf")}}, "adapters.alpha must .*finite"),
         ({"adapters": {"targets": ["re:("]}}, "adapters.targets.0 must be a name or a valid pattern"),
-        ({"adapters": {"dropout": 1.0}}, "adapters.dropout must .*less than 1"),
         ({"schedule": {"decay": "step"}}, "schedule.decay must .*'cosine', 'linear' or 'constant'"),
         ({"schedule": {"warmup_fraction": 1}}, "schedule.warmup_fraction must .*less than 1"),
-        ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm must .*greater than 0"),
         ({"holdout": {"fraction": 1.0}}, "holdout.fraction must .*less than 1"),
         ({"loss": {"kl": 1.0}}, "loss is not a field .* Give the output folder to transformers.Trainer"),
-        ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype is not a field .* Give the output"),
+        ({"optimizer": {"weight_decay": 0.1}}, "optimizer is not a field"),
         ({"seeds": 4}, "seeds is not a field of LoRARecoveryModifier. Did you mean seed"),
     ],
 )

@@ -18,18 +18,10 @@ from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.storage.files import check_model, shorten_error
 
-_DERIVED = re.compile(
-    r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$"
-)  # recomputed
+# recomputed on loading
+_DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_MTP = re.compile(r"(^|[._])(mtp|nextn)")
-_MTP_COUNTS = [
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "mtp_num_hidden_layers",
-    "mtp_num_layers",
-    "num_mtp_modules",
-]
+_MTP = re.compile(r"(^|[._])(mtp|nextn)")  # in names of tensors and of fields
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
@@ -128,11 +120,8 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     :param source: folder or hub name of its checkpoint
     """
     folder = find_checkpoint(source, revision) if source else None
-    ignored = [
-        _MTP,
-        *map(re.compile, model._keys_to_ignore_on_load_unexpected or ()),
-    ]  # transformers does not tell these
-    silent = {name for name in _list_tensors(folder) if any(one.search(name) for one in ignored)}
+    untold = [_MTP, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]  # by transformers
+    silent = {name for name in _list_tensors(folder) if any(one.search(name) for one in untold)}
     own = {name for name, _ in model.named_parameters()}
     left = sorted(name for name in (getattr(model, "_unexpected", set()) | silent) - own if not _DERIVED.search(name))
     model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})
@@ -141,9 +130,8 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or math.inf
     if any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left):
         for part in walk_parts(model.config):
-            for key in _MTP_COUNTS:
-                if isinstance(getattr(part, key, None), int):
-                    setattr(part, key, 0)
+            for key in [key for key, value in vars(part).items() if _MTP.search(key) and type(value) is int]:
+                setattr(part, key, 0)
     logger.warning(
         f"{source}: {type(model).__name__} does not load {len(left)} of its tensors, so that the output has none of them: "
         f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}"

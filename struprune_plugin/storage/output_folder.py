@@ -66,10 +66,10 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether an output may hold a file, or the folder of a tokenizer's templates."""
-    if path.is_symlink() or path.name == TEMPLATES:
-        return path.is_dir() and not path.is_symlink() and all(file.suffix == ".jinja" for file in path.iterdir())
-    return path.is_file() and any(fnmatch(path.name, name) for name in _OURS)
+    """Return whether an output may hold such a file, or such a folder, of a tokenizer's other templates."""
+    if path.name == TEMPLATES and path.is_dir() and not path.is_symlink():
+        return all(file.suffix == ".jinja" for file in path.iterdir())
+    return path.is_file() and not path.is_symlink() and any(fnmatch(path.name, name) for name in _OURS)
 
 
 @contextmanager

@@ -44,12 +44,6 @@ from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
 
-_OWN_LOG = ("LLM_COMPRESSOR_LOG_LEVEL", "LLM_COMPRESSOR_LOG_DISABLED")  # if set, llm-compressor's log is left alone
-_HIDDEN = (
-    *("llmcompressor.core.lifecycle", "llmcompressor.pipelines.independent.pipeline", "llmcompressor.recipe.recipe"),
-    "llmcompressor.utils.dev",  # warns for every module that there is no accelerator
-)
-
 
 @reset_torch()
 def oneshot(
@@ -65,28 +59,24 @@ def oneshot(
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
 
-    In addition, it refuses recipes and arguments that llm-compressor would silently ignore and, before the model is loaded,
-    unsupported architectures, quantised checkpoints and an output folder that is not empty. The output folder appears when it is
-    complete, or not at all. ``dataset`` may also be a JSON-lines file, ``c4`` or ``wikitext2``, of which the first
-    ``num_calibration_samples`` windows of ``max_seq_length`` tokens are used. Under ``torchrun`` every process uses its part of
-    the samples, and the first decides and writes. llm-compressor's lifecycle is not logged, unless
-    ``LLM_COMPRESSOR_LOG_LEVEL`` is set. If the run of a loaded model fails half-way, the model is left half pruned: load it again.
+    In addition, it refuses what llm-compressor would silently ignore and, before the model is loaded, unsupported architectures,
+    quantised checkpoints and an output folder that is not empty. ``dataset`` may also be a JSON-lines file, ``c4`` or
+    ``wikitext2``, of which the first ``num_calibration_samples`` windows of ``max_seq_length`` tokens are used. Under ``torchrun``
+    every process uses its part of the samples, and the first decides and writes. A loaded model whose run fails is half pruned.
 
     :param model: a folder, a hub name or a loaded model
     :param recipe: a shipped recipe's name, a YAML file, a YAML text, its content as a mapping, or modifiers
-    :param output_dir: folder to write. None saves nothing
+    :param output_dir: folder to write, which appears when it is complete, or not at all. None saves nothing
     :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
     :param offload_folder: for a model given by name, folder for the weights that would leave less than 5 GB of the host's memory
         free; the returned model reads them, so the caller removes the folder
     :param checkpoint_dir: folder for finished parts, until the run ends; after a kill the same call continues from there and ends
         with the same weights
-    :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling, after which torch's state is as before; None leaves
-        that state alone
+    :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling; None leaves torch's state alone
     :param changes: fields to set in a recipe that is not modifiers, as ``--set`` does: ``{"sparsity": 0.3}``
     :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
-    :raises OSError: the model is finished and written, but cannot be moved to ``output_dir``; the message says where it is
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     join_processes()
@@ -112,7 +102,6 @@ def oneshot(
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(seed)
-        stack.enter_context(_quieten())
         folder = None
         if output_dir is not None:
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs))
@@ -141,21 +130,8 @@ def oneshot(
 
 
 @contextmanager
-def _quieten() -> Iterator[None]:
-    """Hide llm-compressor's lifecycle steps in the block, and what nobody can act on, unless its log is set from outside."""
-    hidden = () if any(name in os.environ for name in _OWN_LOG) else _HIDDEN
-    for name in hidden:
-        logger.disable(name)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            logger.enable(name)
-
-
-@contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
-    """Patch llm-compressor in the block to accept models that it would refuse or change needlessly; explain missing mappings."""
+    """Patch llm-compressor in the block to accept models that it would refuse or change needlessly."""
     host = import_module("llmcompressor.entrypoints.oneshot")
     with ExitStack() as stack:
         if is_packed(config) and not is_packed(model.config):  # weights that were unpacked as they were loaded
@@ -169,12 +145,4 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
         elif is_pruned(type(model.config)):
             take_apart(model)  # llm-compressor would read the experts' width before pruning from the configuration
-        try:
-            yield
-        except RuntimeError as error:
-            if "resolving mappings" in str(error):  # before any calibration
-                raise ValueError(
-                    f"recipe: llm-compressor finds no SmoothQuantModifier mappings for {config.model_type!r}. Add mappings to the "
-                    "recipe, or remove SmoothQuantModifier."
-                ) from error
-            raise
+        yield

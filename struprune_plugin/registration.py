@@ -3,16 +3,20 @@
 import os
 import sys
 
+from loguru import logger
+
 LOG_LEVEL = "LLM_COMPRESSOR_LOG_LEVEL"  # variable of llm-compressor; where it is set, its whole log is shown
+LOUD = "llmcompressor.utils.dev"  # says for every module, and while it is imported, that there is no accelerator
 
 if "llmcompressor" not in sys.modules and LOG_LEVEL not in os.environ:
-    os.environ[LOG_LEVEL] = "ERROR"  # while it is imported it logs to stdout that there is no accelerator
+    os.environ[LOG_LEVEL] = "ERROR"
     try:
-        import llmcompressor.modifiers.transform  # noqa: F401  (asks for a device while it is imported)
+        import llmcompressor.modifiers.transform  # noqa: F401
         from llmcompressor.logger import LoggerConfig, configure_logger
     finally:
         del os.environ[LOG_LEVEL]
     configure_logger(LoggerConfig())
+logger.disable(LOUD)
 
 from llmcompressor.modifiers.factory import ModifierFactory
 

@@ -17,11 +17,7 @@ from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, releas
 
 @dataclass
 class StageRecord:
-    """Time and memory of one stage of a run, over all its spans.
-
-    :param seconds: wall time
-    :param peak_bytes: peak bytes on the device; None where they are not measured
-    """
+    """Wall time of one stage of a run, over all its spans, and peak bytes on the device; None where they are not measured."""
 
     seconds: float = 0.0
     peak_bytes: int | None = None
@@ -30,8 +26,7 @@ class StageRecord:
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
-    :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
-        layer's weights, which are fetched ahead
+    :ivar offload: whether moments, solves and embeddings are on the host, and no layer's weights are fetched ahead
     :ivar kept: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
@@ -46,7 +41,7 @@ class DeviceContext:
     @classmethod
     @contextmanager
     def open(cls, offload: bool = False) -> Iterator[DeviceContext]:
-        """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
+        """Yield the context of a run; eval.account replaces this method, to count bytes on a CPU."""
         yield cls(offload)
 
     @property
@@ -54,15 +49,10 @@ class DeviceContext:
         """Meaning of ``peak_bytes``."""
         return "accelerator bytes allocated" if torch.cuda.is_available() else "not measured: no accelerator"
 
-    # -- moves ----------------------------------------------------------------------------------------------------
-
     def park(self, tensor: Tensor, what: str = "states") -> Tensor:
-        """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the end of the stage.
+        """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the stage.
 
-        It stays where it is if its kind is kept on the device. Otherwise it is copied to the host, on an accelerator at the same
-        time as other work.
-
-        :param what: ``states``, ``fisher`` or ``moments``; any other kind goes to the host
+        It is copied to the host, beside other work of an accelerator, unless what it holds is kept on the device.
         """
         if what in self.kept:
             return tensor.detach()
@@ -78,19 +68,19 @@ class DeviceContext:
             self._buffers.wait()
         return tensor.detach().cpu()
 
-    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor on the execution device."""
         if device.type != "cpu" and self._buffers.hold(tensor):
             tensor = self._buffers.read(tensor, device)
-        return tensor.to(device, dtype)
+        return tensor.to(device)
 
     def to_solver(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, without its graph, where systems are solved: on the host with ``offload``, else on the device."""
+        """Return a tensor, without its graph, on :attr:`solve_device`."""
         return self.to_host(tensor) if self.offload else self.to_device(tensor.detach(), self.solve_device)
 
     @property
     def solve_device(self) -> torch.device:
-        """Device on which systems are solved."""
+        """Where systems are solved: the host with ``offload``, else the device."""
         return torch.device("cpu") if self.offload else get_main_device()
 
     def solving(self) -> AbstractContextManager[object]:
@@ -108,8 +98,6 @@ class DeviceContext:
                 stack.callback(handle.remove)
             yield
 
-    # -- layers ---------------------------------------------------------------------------------------------------
-
     @contextmanager
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
         """Keep a layer's weights on the device during the block, and fetch those of the following layer, unless the block fails."""
@@ -125,19 +113,11 @@ class DeviceContext:
 
     @contextmanager
     def save_on_host(self, layer: nn.Module) -> Iterator[None]:
-        """Store what the layer's forward pass saves for the backward pass on the host, with ``offload``, its weights, too."""
-        if not self.offload:
+        """With ``offload``, hold on the host what the layer's forward pass saves for the backward pass, and release its weights."""
+        with torch.autograd.graph.save_on_cpu() if self.offload else nullcontext():
             yield
-            return
-
-        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
-            return self.to_host(tensor), tensor.device
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: self.to_device(*saved)):
-            yield
-        release_weights(layer)
-
-    # -- stages ---------------------------------------------------------------------------------------------------
+        if self.offload:
+            release_weights(layer)
 
     def take_peak(self) -> int | None:
         """Return the peak bytes on the device since the last call; None where they are not measured."""
@@ -169,10 +149,7 @@ class DeviceContext:
 
 
 def find_free_bytes() -> int | None:
-    """Return the accelerator's free bytes, less a tenth for uncounted memory; None without an accelerator.
-
-    Memory that the allocator has reserved but not allocated, for instance in an earlier pass, counts as free.
-    """
+    """Return the accelerator's bytes that are not allocated, less a tenth for uncounted ones; None without an accelerator."""
     if not torch.cuda.is_available():
         return None
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import psutil
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.utils import patch_attr
-from llmcompressor.utils.transformers import get_embeddings
 from torch import Tensor, nn
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers are pinned
@@ -22,8 +20,8 @@ _UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers a
 class HostBuffers:
     """Copies of the device's tensors on the host, in buffers that are used again once they are released.
 
-    On CUDA the buffers are pinned as long as the host has room, and all copies run on a stream of their own, beside the computing
-    one. As they keep their order there, no buffer is written before it has been read.
+    On CUDA they are pinned as long as the host has room. All copies run in order on one stream of their own, so that no buffer is
+    written before it has been read.
     """
 
     def __init__(self) -> None:
@@ -111,24 +109,8 @@ def stay_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def compare_embeddings_on_host() -> Iterator[None]:
-    """Let llm-compressor compare input and output embeddings on the host before it saves: a device may have no room for both."""
-    compare = saving._retie_embeddings
-
-    def compare_on_host(model: nn.Module) -> None:
-        with stay_on_host(module for module in get_embeddings(model) if module is not None):
-            compare(model)
-
-    with patch_attr(saving, "_retie_embeddings", compare_on_host):
-        yield
-
-
 def release_weights(module: nn.Module, others: bool = False) -> None:
-    """Drop the onloaded weights of a module from the device; llm-compressor onloads them again on use.
-
-    :param others: drop all but the module's, which llm-compressor keeps for a whole step
-    """
+    """Drop the onloaded weights of a module, or of all others, from the device; llm-compressor onloads them again on use."""
     kept = OffloadCache.keep_onloaded_values
     if not kept:
         return
@@ -143,10 +125,7 @@ Fetched = tuple[Tensor, int, Tensor]
 
 
 class WeightsAhead:
-    """Prefetcher of one layer's weights, which are handed to the offload caches when the layer runs.
-
-    Another thread makes the copies, on CUDA in a separate stream, so that neither the device nor the main thread waits.
-    """
+    """Prefetcher of one layer's weights, by a thread and, on CUDA, a stream of its own; the offload caches then hand them out."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
@@ -154,9 +133,7 @@ class WeightsAhead:
         self._coming: Future[list[Fetched]] | None = None
 
     def fetch(self, layer: nn.Module) -> None:
-        """Start to fetch a layer's weights; unused fetched weights of another layer are dropped."""
-        if layer is self._layer:
-            return
+        """Start to fetch a layer's weights; those of another layer that were not taken are dropped."""
         self.drop()
         caches = [cache for cache in _list_caches(layer) if len(cache)]
         device = torch.device(caches[0].onload_device) if caches else None
@@ -172,10 +149,9 @@ class WeightsAhead:
         return coming
 
     def take(self, layer: nn.Module) -> None:
-        """Hand a layer's fetched weights to the offload caches; nothing happens where none were fetched.
+        """Hand a layer's fetched weights, if any, to the offload caches.
 
-        A weight that has been changed or replaced since is left out, and so are all where the device ran out of memory:
-        llm-compressor then onloads the missing weights itself.
+        Weights that have changed since are left out, and all where the device ran out of memory: llm-compressor onloads these.
         """
         if layer is not self._layer or self._coming is None:
             return
@@ -208,11 +184,9 @@ def _list_caches(layer: nn.Module) -> list[OffloadCache]:
 
 def load_weights(caches: list[OffloadCache], stream: torch.cuda.Stream | None = None) -> list[Fetched]:
     """Return copies of the caches' weights on the device, made in a stream of their own and complete."""
-    offloaded = [
-        (cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None
-    ]
+    held = [(cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None]
     with torch.cuda.stream(stream):
-        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in offloaded]
+        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in held]
         if stream is not None:
             stream.synchronize()
     return fetched

@@ -319,7 +319,7 @@ def test_fields_are_checked(fields, message):
         (
             {"adapters": {"targets": ["fc1", "gate_proj"]}},
             {},
-            "adapters.targets: .* got 'gate_proj' that matches none .18",
+            "adapters.targets: .* got 'gate_proj' that matches none. Use q_proj",
         ),
         ({"adapters": {"targets": ["re:.*lm_head"]}}, {}, "got 're:.*lm_head' that matches none"),
         ({}, {"dataset": make_dataset(4, 1)}, "must leave a sequence of two tokens to train on, got 0 of them"),

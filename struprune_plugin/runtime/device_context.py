@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.offload import disable_offloading
+from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights, stay_on_host
+from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights
 
 
 @dataclass
@@ -92,7 +94,10 @@ class DeviceContext:
         """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
         with ExitStack() as stack:
-            stack.enter_context(stay_on_host((*embeddings, head)))
+            for module in (*embeddings, head):
+                for cache in (module._parameters, module._buffers):
+                    if isinstance(cache, OffloadCache):
+                        stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
             for module in embeddings:
                 handle = module.register_forward_hook(lambda _module, _args, output: self.to_device(output, device))
                 stack.callback(handle.remove)

@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import psutil
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers are pinned
@@ -27,7 +27,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}  # by size
         self._known = set[int]()  # addresses
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._read: list[torch.cuda.Event] = []  # the computing stream's last two reads
 
     def write(self, tensor: Tensor) -> Tensor:
@@ -37,24 +37,23 @@ class HostBuffers:
         held = buffer.view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
             return held.copy_(tensor)
-        stream = self._find_stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
             held.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        tensor.record_stream(self._stream)
         return held
 
     def read(self, held: Tensor, device: torch.device) -> Tensor:
         """Return a copy of a buffer on the device; at most two are on their way before the computing stream has used them."""
         if device.type != "cuda":
             return held.to(device)
-        stream, computing = self._find_stream(device), torch.cuda.current_stream(device)
+        computing = torch.cuda.current_stream(device)
         self._read.append(computing.record_event())
         if len(self._read) > 2:
             self._read.pop(0).synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             found = held.to(device, non_blocking=True)
-        computing.wait_stream(stream)
+        computing.wait_stream(self._stream)
         found.record_stream(computing)
         return found
 
@@ -81,10 +80,6 @@ class HostBuffers:
         weakref.finalize(buffer.untyped_storage(), self._known.discard, address)
         return buffer
 
-    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
-        self._stream = self._stream or torch.cuda.Stream(device)
-        return self._stream
-
 
 @contextmanager
 def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
@@ -95,17 +90,6 @@ def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
                 lambda module, _: release_weights(module, others=True), prepend=True
             )
             stack.callback(handle.remove)
-        yield
-
-
-@contextmanager
-def stay_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave the modules' own weights on the host where they are read."""
-    with ExitStack() as stack:
-        for module in modules:
-            for cache in (module._parameters, module._buffers):
-                if isinstance(cache, OffloadCache):
-                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
         yield
 
 
@@ -128,7 +112,9 @@ class WeightsAhead:
     """Prefetcher of one layer's weights, by a thread and, on CUDA, a stream of its own; the offload caches then hand them out."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights-ahead")
+        # one for all layers: memory is reused only within a stream
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._layer: nn.Module | None = None
         self._coming: Future[list[Fetched]] | None = None
 
@@ -138,18 +124,13 @@ class WeightsAhead:
         caches = [cache for cache in _list_caches(layer) if len(cache)]
         device = torch.device(caches[0].onload_device) if caches else None
         if device is not None and device.type in ("cpu", "cuda"):  # another thread may copy to these
-            if device.type == "cuda":
-                self._stream = self._stream or torch.cuda.Stream(device)
             self._layer, self._coming = layer, self._submit(caches)
 
     def _submit(self, caches: list[OffloadCache]) -> Future[list[Fetched]]:
-        worker = ThreadPoolExecutor(1, thread_name_prefix="weights-ahead")
-        coming = worker.submit(load_weights, caches, self._stream)
-        worker.shutdown(wait=False)
-        return coming
+        return self._worker.submit(load_weights, caches, self._stream)
 
     def take(self, layer: nn.Module) -> None:
-        """Hand a layer's fetched weights, if any, to the offload caches.
+        """Hand a layer's fetched weights, if any, to the offload caches, while offloading is disabled.
 
         Weights that have changed since are left out, and all where the device ran out of memory: llm-compressor onloads these.
         """
@@ -160,8 +141,6 @@ class WeightsAhead:
             fetched = coming.result()
         except torch.OutOfMemoryError:
             return
-        if not OffloadCache.offloading_disabled:
-            return  # nothing would release them from the device again
         current = {id(tensor) for cache in _list_caches(layer) for tensor in cache.offloaded_values.values()}
         for offloaded, version, onloaded in fetched:
             if id(offloaded) in current and offloaded._version == version:

@@ -26,11 +26,9 @@ _CARRIED = """
     special_tokens_map.json chat_template.* chat_template*.jinja *processor_config.json sentence*_config.json
     tokenization_*.py *processing_*.py LICENSE* NOTICE* USE_POLICY*
 """
-_WRITTEN = (
-    "recipe.yaml README.md *.py *.gguf model.safetensors* model-?????-of-?????.safetensors config.json *_config.json"
-)
 CARRIED = _CARRIED.split()  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
-_OURS = [MANIFEST_NAME, *_WRITTEN.split(), *CARRIED]  # what an output holds; anything else is somebody's own
+_WEIGHTS = ("*.gguf", "model.safetensors*", "model-?????-of-?????.safetensors")
+_OURS = [*CARRIED, *_WEIGHTS, MANIFEST_NAME, "recipe.yaml", "README.md", "*.py", "config.json", "*_config.json"]
 
 
 def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = ()) -> None:

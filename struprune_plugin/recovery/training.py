@@ -131,18 +131,14 @@ def attach_adapters(
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
             model.eval()
             yield parameters
-            for layer in attached.values():
-                _merge(layer)
+            with torch.no_grad():
+                for layer in attached.values():
+                    linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
+                    merged = (linear.weight.to(change) + change).to(linear.weight.dtype)
+                    update_offload_parameter(linear, "weight", merged)
         finally:
             for name, layer in attached.items():
                 model.set_submodule(name, layer.get_base_layer())
-
-
-@torch.no_grad()
-def _merge(layer: Any) -> None:
-    """Add an adapter's product to the weights of its linear, wherever these are held."""
-    linear, change = layer.get_base_layer(), layer.get_delta_weight("default")
-    update_offload_parameter(linear, "weight", (linear.weight.to(change) + change).to(linear.weight.dtype))
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
 from pydantic import ConfigDict, TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -58,8 +57,6 @@ class ResumeStore:
                     f"checkpoint_dir: {self.folder} holds the checkpoint of another run, which differs in "
                     f"{', '.join(changes)}. Repeat that run, or choose another folder."
                 )
-            count = len(list(self.folder.glob("*.safetensors")))
-            logger.info(f"checkpoint_dir: continuing after {count} finished parts in {self.folder}")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(identity, indent=1) + "\n")

@@ -68,7 +68,7 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
         if "custom code" in str(error):
             remedy = "If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
         raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name, got: {shorten_error(error)}. {remedy}"
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}. {remedy}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.residence import WeightsAhead, load_weights, release_weights
+from struprune_plugin.runtime.residence import WeightsAhead, load_weights
 
 
 class LiveBytes(TorchDispatchMode):
@@ -136,18 +136,8 @@ class CountedContext(DeviceContext):
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.live.move(tensor.detach(), to_host=True)
 
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return self.live.move(tensor, to_host=False)
-
-    @contextmanager
-    def save_on_host(self, layer: nn.Module) -> Iterator[None]:
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            self.to_host, lambda saved: self.live.move(saved, to_host=False)
-        )
-        with hooks if self.offload else nullcontext():
-            yield
-        if self.offload:
-            release_weights(layer)
+    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        return self.live.move(tensor, to_host=False).to(dtype or tensor.dtype)
 
     def solving(self) -> AbstractContextManager[object]:
         return self.live.decide(True if self.offload else None)

@@ -91,13 +91,15 @@ def oneshot(
         config = check_checkpoint(model, trusts, revision)
     uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
     check_cache_quantisation(loaded.modifiers, uneven)
-    store = None if checkpoint_dir is None else ResumeStore(Path(checkpoint_dir))
-    for modifier in loaded.modifiers:
-        if store is not None and isinstance(modifier, StageModifier):
-            modifier.set_store(store)
-    others = [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
-    named = [source, recipe, offloaded, store and store.folder, *others]
+    named = [source, recipe, offloaded]
+    named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
+    store = None
+    if checkpoint_dir is not None:
+        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
+        for modifier in loaded.modifiers:
+            if isinstance(modifier, StageModifier):
+                modifier.set_store(store)
     with ExitStack() as stack:
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))

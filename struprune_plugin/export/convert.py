@@ -35,6 +35,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
+from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES
 
@@ -221,7 +222,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
         model.config._name_or_path = ""
         logger.disable(_HOST_SAVING)  # warns that it cannot find the original config, as intended
         try:
-            with warnings.catch_warnings(), keep_generation_settings():
+            with warnings.catch_warnings(), compare_embeddings_on_host(), keep_generation_settings():
                 warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
                 inner(save_directory, *args, **kwargs)
         finally:

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 import torch
 from compressed_tensors.offload import disable_offloading
-from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights
+from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights, stay_on_host
 
 
 @dataclass
 class StageRecord:
-    """Wall time of one stage of a run, over all its spans, and peak bytes on the device; None where they are not measured."""
+    """Time and memory of one stage of a run, over all its spans.
+
+    :param seconds: wall time
+    :param peak_bytes: peak bytes on the device; None where they are not measured
+    """
 
     seconds: float = 0.0
     peak_bytes: int | None = None
@@ -28,7 +30,8 @@ class StageRecord:
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
-    :ivar offload: whether moments, solves and embeddings are on the host, and no layer's weights are fetched ahead
+    :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
+        layer's weights, which are fetched ahead
     :ivar kept: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
@@ -43,7 +46,7 @@ class DeviceContext:
     @classmethod
     @contextmanager
     def open(cls, offload: bool = False) -> Iterator[DeviceContext]:
-        """Yield the context of a run; eval.account replaces this method, to count bytes on a CPU."""
+        """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
         yield cls(offload)
 
     @property
@@ -51,10 +54,15 @@ class DeviceContext:
         """Meaning of ``peak_bytes``."""
         return "accelerator bytes allocated" if torch.cuda.is_available() else "not measured: no accelerator"
 
-    def park(self, tensor: Tensor, what: str = "states") -> Tensor:
-        """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the stage.
+    # -- moves ----------------------------------------------------------------------------------------------------
 
-        It is copied to the host, beside other work of an accelerator, unless what it holds is kept on the device.
+    def park(self, tensor: Tensor, what: str = "states") -> Tensor:
+        """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the end of the stage.
+
+        It stays where it is if its kind is kept on the device. Otherwise it is copied to the host, on an accelerator at the same
+        time as other work.
+
+        :param what: ``states``, ``fisher`` or ``moments``; any other kind goes to the host
         """
         if what in self.kept:
             return tensor.detach()
@@ -70,19 +78,19 @@ class DeviceContext:
             self._buffers.wait()
         return tensor.detach().cpu()
 
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor on the execution device."""
         if device.type != "cpu" and self._buffers.hold(tensor):
             tensor = self._buffers.read(tensor, device)
-        return tensor.to(device)
+        return tensor.to(device, dtype)
 
     def to_solver(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, without its graph, on :attr:`solve_device`."""
+        """Return a tensor, without its graph, where systems are solved: on the host with ``offload``, else on the device."""
         return self.to_host(tensor) if self.offload else self.to_device(tensor.detach(), self.solve_device)
 
     @property
     def solve_device(self) -> torch.device:
-        """Where systems are solved: the host with ``offload``, else the device."""
+        """Device on which systems are solved."""
         return torch.device("cpu") if self.offload else get_main_device()
 
     def solving(self) -> AbstractContextManager[object]:
@@ -94,14 +102,13 @@ class DeviceContext:
         """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
         with ExitStack() as stack:
-            for module in (*embeddings, head):
-                for cache in (module._parameters, module._buffers):
-                    if isinstance(cache, OffloadCache):
-                        stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+            stack.enter_context(stay_on_host((*embeddings, head)))
             for module in embeddings:
                 handle = module.register_forward_hook(lambda _module, _args, output: self.to_device(output, device))
                 stack.callback(handle.remove)
             yield
+
+    # -- layers ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
@@ -118,11 +125,19 @@ class DeviceContext:
 
     @contextmanager
     def save_on_host(self, layer: nn.Module) -> Iterator[None]:
-        """With ``offload``, hold on the host what the layer's forward pass saves for the backward pass, and release its weights."""
-        with torch.autograd.graph.save_on_cpu() if self.offload else nullcontext():
+        """Store what the layer's forward pass saves for the backward pass on the host, with ``offload``, its weights, too."""
+        if not self.offload:
             yield
-        if self.offload:
-            release_weights(layer)
+            return
+
+        def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+            return self.to_host(tensor), tensor.device
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: self.to_device(*saved)):
+            yield
+        release_weights(layer)
+
+    # -- stages ---------------------------------------------------------------------------------------------------
 
     def take_peak(self) -> int | None:
         """Return the peak bytes on the device since the last call; None where they are not measured."""
@@ -154,7 +169,10 @@ class DeviceContext:
 
 
 def find_free_bytes() -> int | None:
-    """Return the accelerator's bytes that are not allocated, less a tenth for uncounted ones; None without an accelerator."""
+    """Return the accelerator's free bytes, less a tenth for uncounted memory; None without an accelerator.
+
+    Memory that the allocator has reserved but not allocated, for instance in an earlier pass, counts as free.
+    """
     if not torch.cuda.is_available():
         return None
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,6 +1,7 @@
-"""Collectives of a run over several processes (``torchrun``), each with the model and its part of the calibration data.
+"""Collectives of a pruning run over several processes (``torchrun``), each with its own part of the calibration data.
 
-Sums over tokens are reduced; the first process decides, and sends its decisions. Without a process group nothing is done here.
+Every process holds the model and runs its own batches. Sums over tokens are reduced over the processes; decisions are made
+once, by the first process, and sent to the others. Without a process group everything here is a no-op.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def _find_device() -> torch.device:
 
 
 def check_one_process(what: str, remedy: str) -> None:
-    """Raise where there are several processes, for stages with per-token variables or training."""
+    """Raise where the calibration data are spread over processes, for stages with per-token variables or training.
+
+    :raises ValueError: there are several processes
+    """
     if count_ranks() > 1:
         raise ValueError(f"{what} works in one process only, got {count_ranks()}. {remedy}")

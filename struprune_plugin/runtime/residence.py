@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
+import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import psutil
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.utils import patch_attr
+from llmcompressor.utils.transformers import get_embeddings
 from torch import Tensor, nn
 
 _UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers are pinned
@@ -20,14 +22,14 @@ _UNPINNED = 0.25  # fraction of the host's memory that stays free when buffers a
 class HostBuffers:
     """Copies of the device's tensors on the host, in buffers that are used again once they are released.
 
-    On CUDA they are pinned as long as the host has room. All copies run in order on one stream of their own, so that no buffer is
-    written before it has been read.
+    On CUDA the buffers are pinned as long as the host has room, and all copies run on a stream of their own, beside the computing
+    one. As they keep their order there, no buffer is written before it has been read.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}  # by size
         self._known = set[int]()  # addresses
-        self._stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream: torch.cuda.Stream | None = None
         self._read: list[torch.cuda.Event] = []  # the computing stream's last two reads
 
     def write(self, tensor: Tensor) -> Tensor:
@@ -37,23 +39,24 @@ class HostBuffers:
         held = buffer.view(tensor.dtype).view(tensor.shape)
         if not tensor.is_cuda:
             return held.copy_(tensor)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
+        stream = self._find_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
             held.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
+        tensor.record_stream(stream)
         return held
 
     def read(self, held: Tensor, device: torch.device) -> Tensor:
         """Return a copy of a buffer on the device; at most two are on their way before the computing stream has used them."""
         if device.type != "cuda":
             return held.to(device)
-        computing = torch.cuda.current_stream(device)
+        stream, computing = self._find_stream(device), torch.cuda.current_stream(device)
         self._read.append(computing.record_event())
         if len(self._read) > 2:
             self._read.pop(0).synchronize()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             found = held.to(device, non_blocking=True)
-        computing.wait_stream(self._stream)
+        computing.wait_stream(stream)
         found.record_stream(computing)
         return found
 
@@ -80,6 +83,10 @@ class HostBuffers:
         weakref.finalize(buffer.untyped_storage(), self._known.discard, address)
         return buffer
 
+    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
 
 @contextmanager
 def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
@@ -93,8 +100,35 @@ def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stay_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave the modules' own weights on the host where they are read."""
+    with ExitStack() as stack:
+        for module in modules:
+            for cache in (module._parameters, module._buffers):
+                if isinstance(cache, OffloadCache):
+                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+        yield
+
+
+@contextmanager
+def compare_embeddings_on_host() -> Iterator[None]:
+    """Let llm-compressor compare input and output embeddings on the host before it saves: a device may have no room for both."""
+    compare = saving._retie_embeddings
+
+    def compare_on_host(model: nn.Module) -> None:
+        with stay_on_host(module for module in get_embeddings(model) if module is not None):
+            compare(model)
+
+    with patch_attr(saving, "_retie_embeddings", compare_on_host):
+        yield
+
+
 def release_weights(module: nn.Module, others: bool = False) -> None:
-    """Drop the onloaded weights of a module, or of all others, from the device; llm-compressor onloads them again on use."""
+    """Drop the onloaded weights of a module from the device; llm-compressor onloads them again on use.
+
+    :param others: drop all but the module's, which llm-compressor keeps for a whole step
+    """
     kept = OffloadCache.keep_onloaded_values
     if not kept:
         return
@@ -109,30 +143,39 @@ Fetched = tuple[Tensor, int, Tensor]
 
 
 class WeightsAhead:
-    """Prefetcher of one layer's weights, by a thread and, on CUDA, a stream of its own; the offload caches then hand them out."""
+    """Prefetcher of one layer's weights, which are handed to the offload caches when the layer runs.
+
+    Another thread makes the copies, on CUDA in a separate stream, so that neither the device nor the main thread waits.
+    """
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights-ahead")
-        # one for all layers: memory is reused only within a stream
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
         self._layer: nn.Module | None = None
         self._coming: Future[list[Fetched]] | None = None
 
     def fetch(self, layer: nn.Module) -> None:
-        """Start to fetch a layer's weights; those of another layer that were not taken are dropped."""
+        """Start to fetch a layer's weights; unused fetched weights of another layer are dropped."""
+        if layer is self._layer:
+            return
         self.drop()
         caches = [cache for cache in _list_caches(layer) if len(cache)]
         device = torch.device(caches[0].onload_device) if caches else None
         if device is not None and device.type in ("cpu", "cuda"):  # another thread may copy to these
+            if device.type == "cuda":
+                self._stream = self._stream or torch.cuda.Stream(device)
             self._layer, self._coming = layer, self._submit(caches)
 
     def _submit(self, caches: list[OffloadCache]) -> Future[list[Fetched]]:
-        return self._worker.submit(load_weights, caches, self._stream)
+        worker = ThreadPoolExecutor(1, thread_name_prefix="weights-ahead")
+        coming = worker.submit(load_weights, caches, self._stream)
+        worker.shutdown(wait=False)
+        return coming
 
     def take(self, layer: nn.Module) -> None:
-        """Hand a layer's fetched weights, if any, to the offload caches, while offloading is disabled.
+        """Hand a layer's fetched weights to the offload caches; nothing happens where none were fetched.
 
-        Weights that have changed since are left out, and all where the device ran out of memory: llm-compressor onloads these.
+        A weight that has been changed or replaced since is left out, and so are all where the device ran out of memory:
+        llm-compressor then onloads the missing weights itself.
         """
         if layer is not self._layer or self._coming is None:
             return
@@ -141,6 +184,8 @@ class WeightsAhead:
             fetched = coming.result()
         except torch.OutOfMemoryError:
             return
+        if not OffloadCache.offloading_disabled:
+            return  # nothing would release them from the device again
         current = {id(tensor) for cache in _list_caches(layer) for tensor in cache.offloaded_values.values()}
         for offloaded, version, onloaded in fetched:
             if id(offloaded) in current and offloaded._version == version:
@@ -163,9 +208,11 @@ def _list_caches(layer: nn.Module) -> list[OffloadCache]:
 
 def load_weights(caches: list[OffloadCache], stream: torch.cuda.Stream | None = None) -> list[Fetched]:
     """Return copies of the caches' weights on the device, made in a stream of their own and complete."""
-    held = [(cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None]
+    offloaded = [
+        (cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None
+    ]
     with torch.cuda.stream(stream):
-        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in held]
+        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in offloaded]
         if stream is not None:
             stream.synchronize()
     return fetched

@@ -1,27 +1,43 @@
-"""The source checkpoint: its configuration, whether it can be pruned, and loading that is whole or refused."""
+"""The source checkpoint: its configuration, whether it can be pruned, and loading that is whole or refused.
+
+transformers fills missing tensors with random numbers and continues; :func:`load_whole` raises instead.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from loguru import logger
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.storage.files import check_model, shorten_error
 
-# recomputed on loading
-_DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$")
+_DERIVED = re.compile(
+    r"inv_freq$|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|num_batches_tracked$"
+)  # recomputed
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_MTP = re.compile(r"(^|[._])(mtp|nextn)")  # in names of tensors and of fields
+_MTP = re.compile(r"(^|[._])(mtp|nextn)")
+_MTP_COUNTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
@@ -62,89 +78,124 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
+        problem = f": {shorten_error(error)}"
         remedy = (
-            "Correct its config.json or the name, log in (`hf auth login`), or download it where there is a network."
+            "Correct its config.json." if Path(model).is_dir() else "Correct the name, or log in (`hf auth login`)."
         )
         if "custom code" in str(error):
             remedy = "If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
+        elif isinstance(error.__cause__, LocalEntryNotFoundError):
+            told = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+            problem = f" no folder of that name, and the hub cannot be reached{told}"
+            remedy = f"Correct it, or where there is a network, `hf download {model} --local-dir FOLDER`, and pass the folder."
         raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name that can be loaded, got: {shorten_error(error)}. {remedy}"
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got{problem}. {remedy}"
         ) from None
 
 
 def load_tokenizer(
     where: str | os.PathLike, revision: str = "main", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or hub name.
+    """Load a tokenizer; if it has no chat template of its own, with that of its processor's ``chat_template.json``.
 
+    :param where: a folder or a hub name
     :param revision: branch, tag or commit on the hub
+    :param trust_remote_code: run the code that comes with it
     :raises ValueError: there is no readable tokenizer
     """
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files raise errors of many classes
         raise ValueError(
             f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)}. Copy it "
             "again, with its model."
         ) from None
+    tokenizer.chat_template = tokenizer.chat_template or _read_processor_template(where, revision)
+    return tokenizer
+
+
+def _read_processor_template(where: str | os.PathLike, revision: str) -> str | None:
+    """Return the chat template that processors read from their older file; None if there is none."""
+    try:
+        file = cached_file(where, "chat_template.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+        return json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"] if file else None
+    except (OSError, ValueError, LookupError, TypeError):  # not reachable, or not as processors write it
+        return None
 
 
 def load_whole(kind: Any, model: str, **options: Any) -> PreTrainedModel:
-    """Load a checkpoint by ``kind.from_pretrained``, which alone would fill missing tensors with random numbers.
+    """Load a checkpoint by ``kind.from_pretrained``.
 
     :param kind: class of transformers, or an auto class
     :raises ValueError: a file is missing or broken, or the files lack a tensor of the configuration or hold it in another shape
     """
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are told below
     try:
-        loaded, info = kind.from_pretrained(model, output_loading_info=True, **options)
+        loaded, info = kind.from_pretrained(model, **options)
     except Exception as error:  # a broken file raises errors of many classes
         raise ValueError(
             f"model: {model!r} must hold whole weights that fit its config.json, got: {shorten_error(error)}. Copy or download "
             "it again."
         ) from None
-    if missing := sorted(info["missing_keys"]):
+    problems = [f"{name} missing" for name in sorted(info["missing_keys"])]
+    problems += [
+        f"{name} of shape {list(stored)} in place of {list(wanted)}"
+        for name, stored, wanted in sorted(info["mismatched_keys"], key=lambda entry: entry[0])
+    ]
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ValueError(
-            f"model: {model!r} must hold every tensor that its config.json asks for, got {missing[0]} missing, one of "
-            f"{len(missing)}. Use a complete checkpoint, or the config.json that belongs to it."
+            f"model: {model!r} must hold every tensor that its config.json asks for, got {problems[0]}{more}. Use a complete "
+            "checkpoint, or the config.json that belongs to it."
         )
-    loaded._unexpected = set(info["unexpected_keys"])
+    loaded._unexpected = sorted(info["unexpected_keys"])
     return loaded
 
 
 def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -> None:
-    """Set ``model.left_out`` to the checkpoint's tensors that its class does not load, experts' numbers as ``*``, and log them.
+    """Set ``model.left_out`` to the checkpoint's tensors that the class does not load, and say so in the log.
 
-    The configuration's count of layers that predict several tokens ahead (MTP) becomes 0 if they are among them.
+    The numbers of experts are replaced by ``*``. If layers that predict several tokens ahead (MTP) are among them, their count
+    in the configuration becomes 0, because the saved output will not hold them either.
 
-    :param model: loaded by :func:`load_whole`, which adds what transformers tells, or elsewhere
+    :param model: a loaded model
     :param source: folder or hub name of its checkpoint
     """
     folder = find_checkpoint(source, revision) if source else None
-    untold = [_MTP, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]  # by transformers
-    silent = {name for name in _list_tensors(folder) if any(one.search(name) for one in untold)}
+    unexpected = model._unexpected if hasattr(model, "_unexpected") else _list_unexpected(model, folder)
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    stored = read_tensor_shapes(folder) if folder else {}
+    silent = {name for name in stored if _MTP.search(name) or any(one.search(name) for one in ignored)}
     own = {name for name, _ in model.named_parameters()}
-    left = sorted(name for name in (getattr(model, "_unexpected", set()) | silent) - own if not _DERIVED.search(name))
-    model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})
+    left = sorted(name for name in {*unexpected, *silent} - own if not _DERIVED.search(name))
+    model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})  # type: ignore[assignment]
     if not left:
         return
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or math.inf
-    if any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left):
-        for part in walk_parts(model.config):
-            for key in [key for key, value in vars(part).items() if _MTP.search(key) and type(value) is int]:
+    is_ahead = any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left)
+    told = ""
+    for part in walk_parts(model.config) if is_ahead else ():
+        for key in _MTP_COUNTS:
+            if isinstance(getattr(part, key, None), int) and getattr(part, key):
                 setattr(part, key, 0)
+                told = f"; {key} is set to 0"
     logger.warning(
         f"{source}: {type(model).__name__} does not load {len(left)} of its tensors, so that the output has none of them: "
-        f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}"
+        f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}{told}"  # type: ignore[index, arg-type]
     )
 
 
-def _list_tensors(folder: Path | None) -> set[str]:
-    """Return the names of the tensors in a folder's safetensors files."""
-    names = set[str]()
-    for file in (*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")) if folder else ():
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names
+def _list_unexpected(model: PreTrainedModel, folder: Path | None) -> list[str]:
+    """Return the tensors of a checkpoint that the class of a model from elsewhere does not load, without reading them."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)  # its report lists all of them
+    try:
+        info = type(model).from_pretrained(folder, device_map="meta", output_loading_info=True)[1] if folder else {}
+    except Exception:  # a class that cannot be loaded so, or a folder that has changed since
+        return []
+    finally:
+        transformers_logging.set_verbosity(level)
+    return sorted(info.get("unexpected_keys", ()))
 
 
 def find_checkpoint(model: str, revision: str = "main") -> Path | None:
@@ -156,3 +207,15 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     except (OSError, ValueError):  # not cached, or not a valid hub name
         return None
     return Path(found).parent if found else None
+
+
+def read_tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in a folder's safetensors files by name, without those of files that cannot be read."""
+    shapes = {}
+    for file in (*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")):
+        try:
+            with safe_open(file, "pt") as opened:
+                shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118  # no mapping
+        except (OSError, SafetensorError):  # loading it raises
+            continue
+    return shapes

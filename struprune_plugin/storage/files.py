@@ -57,11 +57,19 @@ def check_place(where: str, folder: Path) -> None:
 def check_model(model: str) -> None:
     """Raise if a text is neither a model's folder nor may be its name on the hub."""
     place = Path(model)
-    if not (place / "config.json").is_file() and (place.exists() or not is_hub_name(model)):
-        found = "no config.json" if place.exists() else "nothing"
+    if place.is_dir():
+        problem = "" if (place / "config.json").is_file() else "a folder without a config.json"
+    else:
+        problem = "a file" if place.is_file() else "" if is_hub_name(model) else "no such folder"
+    remedy = "Correct the path or the name."
+    if problem and (place.suffix == ".gguf" or any(place.glob("*.gguf"))):
+        problem, remedy = "GGUF, which is for llama.cpp", "Pass the folder of safetensors that it was made from."
+    elif problem and (place / "adapter_config.json").is_file():
+        problem = "an adapter"
+        remedy = "Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model's folder."
+    if problem:
         raise ValueError(
-            f"model: {model!r} must be a model folder or a hub name, got {found} there. "
-            "Correct the path; of GGUF or an adapter, pass the whole model (peft's merge_and_unload)."
+            f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. {remedy}"
         )
 
 

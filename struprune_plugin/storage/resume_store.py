@@ -1,19 +1,24 @@
 """Store of a run's finished parts in a folder, from which a killed run continues.
 
 A part is one safetensors file: a value of dataclasses, with its tensors apart from the rest, which is JSON in the metadata. It
-reaches the disk before it gets its name.
+reaches the disk before it gets its name. A part that is truncated counts as missing.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from pydantic import ConfigDict, TypeAdapter
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,12 +32,19 @@ class ResumeStore:
     """Store of the finished parts of one run.
 
     :param folder: folder of the store, created if absent
-    :raises ValueError: the folder holds something else
+    :param others: what the run reads and writes besides
+    :raises ValueError: the folder holds something else, or overlaps one of the others
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, others: Sequence[str | os.PathLike] = ()):
         self.folder = folder.resolve()
         self._is_open = False
+        for other in (Path(path).resolve() for path in others):
+            if self.folder == other or self.folder in other.parents or other in self.folder.parents:
+                raise ValueError(
+                    f"checkpoint_dir: must be apart from what the run reads and writes, got {self.folder} beside {other}, one of "
+                    "which holds the other. Choose another path."
+                )
         check_place("checkpoint_dir", self.folder)
         if self.folder.is_dir() and not is_empty(self.folder) and not (self.folder / _RUN).is_file():
             raise ValueError(
@@ -45,6 +57,7 @@ class ResumeStore:
 
         :param identity: JSON values by topic (recipe, model, data, versions)
         :raises ValueError: the folder holds the parts of another run; the message says what differs
+        :raises OSError: the disk cannot be written
         """
         if self._is_open:
             return
@@ -57,15 +70,19 @@ class ResumeStore:
                     f"checkpoint_dir: {self.folder} holds the checkpoint of another run, which differs in "
                     f"{', '.join(changes)}. Repeat that run, or choose another folder."
                 )
+            count = len(list(self.folder.glob("*.safetensors")))
+            logger.info(f"checkpoint_dir: continuing after {count} finished parts in {self.folder}")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(identity, indent=1) + "\n")
+            with self._writing("the description of the run"):
+                write_whole(file, json.dumps(identity, indent=1) + "\n")
         self._is_open = True
 
     def write(self, part: str, value: Any) -> None:
         """Write a part durably.
 
         :param value: dataclasses, mappings with string keys, lists, tuples, tensors and JSON values, nested
+        :raises OSError: the disk cannot be written; earlier parts are kept
         """
         tensors: dict[str, Tensor] = {}
 
@@ -76,21 +93,27 @@ class ResumeStore:
             return {field.name: getattr(inner, field.name) for field in fields(inner)}
 
         record = json.dumps(value, default=encode)
-        with replace_file(self.folder / f"{part}.safetensors") as partial:
+        with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
             save_file(tensors, partial, metadata={"record": record})
 
     def read(self, part: str, kind: Any) -> Any:
-        """Return the value of a part, of this kind, with its tensors on the host; None if there is none."""
+        """Return the value of a part, with its tensors on the host; None if it is missing or truncated.
+
+        :param kind: type of the value
+        """
         file = self.folder / f"{part}.safetensors"
         if not file.is_file():
             return None
-        with safe_open(file, "pt") as opened:
-            record = json.loads(
-                opened.metadata()["record"],
-                object_hook=lambda held: opened.get_tensor(held[_TENSOR]) if _TENSOR in held else held,
-            )
-        reader = TypeAdapter(list[kind], config=ConfigDict(arbitrary_types_allowed=True))  # a dataclass takes no config
-        return reader.validate_python([record])[0]
+        try:
+            with safe_open(file, "pt") as opened:
+                record = json.loads(
+                    opened.metadata()["record"],
+                    object_hook=lambda held: opened.get_tensor(held[_TENSOR]) if _TENSOR in held else held,
+                )
+            return _make_reader(kind).validate_python([record])[0]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
+            return None
 
     def clear(self) -> None:
         """Remove the files of the store, once the run is over."""
@@ -98,3 +121,23 @@ class ResumeStore:
             file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+    @contextmanager
+    def _writing(self, part: str) -> Iterator[None]:
+        """Raise any error of the block as an OSError that names the part."""
+        try:
+            yield
+        except Exception as error:  # safetensors has errors of its own for a full disk
+            failure = OSError(
+                f"checkpoint_dir: {part} cannot be written to {self.folder}: {error}. Free disk space; the same command then "
+                "continues after the last finished part."
+            )
+            failure.errno = getattr(error, "errno", None) or errno.EIO
+            raise failure from None
+
+
+@functools.cache
+def _make_reader(kind: Any) -> TypeAdapter:
+    return TypeAdapter(
+        list[kind], config=ConfigDict(arbitrary_types_allowed=True)
+    )  # refuses a config for a dataclass itself

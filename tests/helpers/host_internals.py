@@ -24,6 +24,7 @@ class Internal:
     says: tuple[str, ...] = ()
 
 
+_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 _CACHE = "compressed_tensors.offload.cache:OffloadCache"
 _QUANT = "compressed_tensors.quantization"
 
@@ -58,6 +59,8 @@ INTERNALS = [
     ),
     Internal("llmcompressor.entrypoints.oneshot:norm_calibration_context", "norms keep their weights", ("model",)),
     Internal("llmcompressor.pipelines.cache:IntermediatesCache.pin_memory", "fails without an accelerator"),
+    Internal("llmcompressor.utils.transformers:get_embeddings", "which modules are compared", ("model",)),
+    Internal(f"{_SAVING}:_retie_embeddings", "compares embeddings on the device", ("model",), says=("torch.equal",)),
     Internal(f"{_CACHE}.keep_onloaded_values", "weights leave the device"),
     Internal(f"{_CACHE}.__init__", "embeddings stay on the host", ("onload_device",)),
     Internal(f"{_CACHE}.offloading_disabled", "weights are kept"),

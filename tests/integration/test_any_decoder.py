@@ -223,7 +223,7 @@ def test_every_command_that_loads_a_model_may_trust_its_code(own, tmp_path, caps
 
 
 def test_code_of_a_folder_is_refused_where_it_is_not_trusted(own):
-    with pytest.raises(ValueError, match=r"model: .* must be a model folder or a hub name"):
+    with pytest.raises(ValueError, match=r"model: .* must be a model folder or a hub name that can be loaded"):
         run_oneshot(str(own), sparsity=0.3)
 
 

@@ -163,11 +163,8 @@ def test_tensors_that_the_class_does_not_load_are_told(llama, tmp_path):
     for given, out in ((llama, tmp_path / "out"), (load(llama), tmp_path / "loaded")):
         with record_log() as said:
             run(given, output_dir=str(out))
-        told = [
-            name for name in names if given is llama or "mtp" in name
-        ]  # transformers has told those of a loaded model
-        assert [line for line in said if f"does not load {len(told)} of its tensors" in line]
-        assert sorted(read_manifest(out).model.left_out) == told
+        assert [line for line in said if "does not load 5 of its tensors" in line]
+        assert sorted(read_manifest(out).model.left_out) == names
         assert names[0] in (out / "README.md").read_text()
         assert {json.loads((out / "config.json").read_text())[key] for key in keys} == {0}
 
@@ -187,10 +184,12 @@ def save_with_layers_ahead(model_type, folder):
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
-def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path):
+def test_mixtures_lose_their_layers_ahead_and_say_so(model_type, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LLM_COMPRESSOR_LOG_LEVEL", raising=False)
     dense = tmp_path / "dense"
     more = save_with_layers_ahead(model_type, dense)
     out, stock = prune_and_convert(dense, tmp_path)
+    assert "num_nextn_predict_layers is set to 0" in capsys.readouterr().err
     for folder in (out, stock):
         left = read_manifest(folder).model.left_out
         assert left
@@ -276,7 +275,7 @@ def test_a_file_of_conversations_is_calibration_data(llama, tmp_path, capsys):
     options = [*OPTIONS, "--data", str(file), "--output", str(tmp_path / "out"), "--quiet"]
     assert cli.main(["prune", str(llama), *options]) == 2
     assert "must fit the tokenizer's chat template" in capsys.readouterr().err
-    tokenizer.save_pretrained(llama)
+    (llama / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))  # as processors keep it
     assert cli.main(["prune", str(llama), *options]) == 0
 
 

@@ -74,6 +74,19 @@ def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, na
     assert not checkpoint.exists(), "it goes with the end of the run"
 
 
+def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
+    run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Killed):
+            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    part = tmp_path / "c" / "layer-00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    (tmp_path / "c" / "layer-00001.safetensors").write_text("{")
+    run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", output_dir=str(tmp_path / "out"), **OPTIONS)
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "whole")
+
+
 @pytest.fixture(scope="module")
 def begun(opt, tmp_path_factory):
     """The checkpoint of a run that died, to be read only."""
@@ -115,7 +128,7 @@ def test_a_checkpoint_folder_is_nothing_else(opt, tmp_path):
     (tmp_path / "mine" / "notes.txt").write_text("dear")
     with pytest.raises(ValueError, match="checkpoint_dir: must be empty, absent or the checkpoint"):
         run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "mine", **OPTIONS)
-    with pytest.raises(ValueError, match="output_dir: must not be or hold the input"):
+    with pytest.raises(ValueError, match="checkpoint_dir: must be apart from what the run reads and writes"):
         run_oneshot(
             str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "out" / "c", output_dir=str(tmp_path / "out"), **OPTIONS
         )
@@ -161,7 +174,7 @@ def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):
     save = journal.save_file
     with monkeypatch.context() as patch:
         patch.setattr(journal, "save_file", fail)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError, match=r"checkpoint_dir: layer-00001 cannot be written .* No space .* Free disk"):
             run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
     assert sorted(path.name for path in (tmp_path / "c").glob("*.safetensors")) == [
         "allocation.safetensors",

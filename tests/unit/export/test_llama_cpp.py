@@ -47,13 +47,16 @@ def test_gguf_holds_every_layers_sizes_and_weights(pruned, unit, tmp_path):
     assert 'Llama("model.gguf")' in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", ["own", "several"])
+@pytest.mark.parametrize("kind", ["own", "several", "processor"])
 def test_gguf_carries_the_chat_template(pruned, kind, tmp_path):
     folder, out = shutil.copytree(pruned["head"], tmp_path / "pruned"), tmp_path / "out"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    several = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    tokenizer.chat_template = several if kind == "several" else "{{ messages }}"
-    tokenizer.save_pretrained(folder)
+    if kind == "processor":
+        (folder / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        several = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+        tokenizer.chat_template = several if kind == "several" else "{{ messages }}"
+        tokenizer.save_pretrained(folder)
     out.mkdir()
     convert_folder(folder, "gguf", out)
     reader = gguf.GGUFReader(out / "model.gguf")

@@ -39,6 +39,7 @@ def test_what_was_fetched_is_what_the_host_uses(layers, kind, monkeypatch):
     )
     weights = kind()
     weights.fetch(layers[1])
+    weights.fetch(layers[1])
     with disable_offloading():
         weights.take(layers[0])
         assert not OffloadCache.keep_onloaded_values

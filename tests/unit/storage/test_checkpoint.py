@@ -1,5 +1,6 @@
 """Broken checkpoints, by file and by tensor: transformers would fill what is missing with random numbers."""
 
+import json
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, read_tensor_shapes
 
 LAYER = "model.decoder.layers.1.fc2.weight"
 
@@ -28,6 +29,11 @@ def change_weights(folder, change):
     save_file(tensors, file, {"format": "pt"})
 
 
+def change_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
 def refuse(folder, message):
     with pytest.raises(ValueError, match=message):
         load_checkpoint(str(folder))
@@ -39,6 +45,7 @@ def test_pruned_and_sharded_checkpoints_pass(opt, prune_once, tmp_path):
     (tmp_path / "sharded" / "model.safetensors").unlink()
     AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path / "sharded", max_shard_size="50kB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert read_tensor_shapes(tmp_path / "sharded") == read_tensor_shapes(opt)
     load_checkpoint(str(tmp_path / "sharded"))
 
 
@@ -58,9 +65,11 @@ def test_a_missing_tensor_is_named(broken, name):
     refuse(broken, rf"must hold every tensor that its config.json asks for, got ({name}|lm_head.weight) missing")
 
 
-def test_a_tensor_of_another_shape_is_refused(broken):
+def test_a_tensor_of_another_shape_is_named(broken):
     change_weights(broken, lambda tensors: tensors.update({LAYER: torch.zeros(24, 39)}))
-    refuse(broken, "must hold whole weights that fit its config.json")
+    refuse(broken, rf"{LAYER} of shape \[24, 39\] in place of \[24, 40\]")
+    change_config(broken, ffn_dim=39)
+    refuse(broken, r"fc1.bias of shape \[40\] in place of \[39\]")
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
@@ -85,14 +94,17 @@ def test_quantised_checkpoints_are_whole_too(tmp_path, scheme):
 @pytest.mark.parametrize(
     ("name", "path", "told"),
     [
-        ("adapter_config.json", "", "got no config.json there.* merge_and_unload"),
-        ("model.gguf", "model.gguf", "got no config.json there.* of GGUF"),
-        ("model.bin", "no/such", "got nothing there"),
+        ("adapter_config.json", "", "got an adapter. Merge the adapter into its model first"),
+        ("model.gguf", "", "got GGUF, .* Pass the folder of safetensors that it was made from"),
+        ("model.gguf", "model.gguf", "got GGUF"),
+        ("model.bin", "model.bin", "got a file. Correct"),
+        ("model.bin", "", "got a folder without a config.json"),
+        ("model.bin", "no/such", "got no such folder"),
     ],
 )
 def test_what_is_no_model_folder_is_refused_with_the_remedy(name, path, told, tmp_path):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=f"must be a model folder or a hub name, {told}"):
+    with pytest.raises(ValueError, match=f"must be a model folder or a hub name that can be loaded, {told}"):
         check_checkpoint(str(tmp_path / path))
 
 
@@ -122,7 +134,7 @@ def test_a_tensor_that_a_bin_file_lacks_or_has_in_another_shape_is_named(pickled
     file = pickled / "pytorch_model.bin"
     tensors = torch.load(file, weights_only=True)
     torch.save({**tensors, LAYER: tensors[LAYER][:, :-1].clone()}, file)
-    refuse(pickled, "must hold whole weights that fit its config.json")
+    refuse(pickled, rf"{LAYER} of shape \[24, 39\] in place of \[24, 40\]")
     del tensors[LAYER]
     torch.save(tensors, file)
     refuse(pickled, r"must hold every tensor .*layers\.1\.fc2\.weight missing")

@@ -21,6 +21,14 @@ def option(name: str, help: str, metavar: str | None = None, panel: str | None =
     return typer.Option(name, help=escape(help), metavar=metavar, rich_help_panel=panel, **more)
 
 
+def read_share(text: str) -> float:
+    """Return a number at least 0 and below 1."""
+    with suppress(ValueError):
+        if 0 <= (share := float(text)) < 1:
+            return share
+    raise typer.BadParameter(f"must be at least 0 and below 1, got {text!r}. For 30 %, write 0.3.")
+
+
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder", exists=True, file_okay=False)]
@@ -45,7 +53,7 @@ _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [defa
 _LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, costs: FILE}'"
 _EFFORT = "fast saves time; best improves quality, with four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"
-Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, min=0, max=1)]
+Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, parser=read_share)]
 Budget = Annotated[str | None, option("--budget", _LIMIT, "YAML", _CHANGES)]
 Effort = Annotated[Literal["fast", "default", "best"] | None, option("--effort", _EFFORT, None, _CHANGES)]
 Settings = Annotated[list[str] | None, option("--set", _SET, "FIELD=VALUE", _CHANGES)]

@@ -66,9 +66,9 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
     [
         (["prune", "nowhere", "--recipe", RECIPE, "--output", "OUT"], "must be a model folder or a hub name"),
         (["prune", str(DEMO_MODEL), "--recipe", "nowhere.yaml", "--output", "OUT"], "'nowhere.yaml' is neither an"),
-        ([*PRUNE, "--sparsity", "30"], "Invalid value for '--sparsity': Input should be less"),
-        ([*PRUNE, "--sparsity", "30%"], "Input should be a valid number"),
-        ([*PRUNE, "--sparsity", "1"], "sparsity must be less than 1"),
+        ([*PRUNE, "--sparsity", "30"], "'--sparsity': must be at least 0 and below 1, got '30'. For 30 %, write 0.3"),
+        ([*PRUNE, "--sparsity", "30%"], "For 30 %, write 0.3"),
+        ([*PRUNE, "--sparsity", "1"], "below 1, got .1."),
         ([*PRUNE, "--sparsity", "0.99"], "Lower sparsity"),
         ([*PRUNE, "--set", "prune_fnn=1"], r"has a field 'prune_fnn'. Did you mean prune_ffn\?"),
         ([*PRUNE, "--set", "loss=kl"], "has a field 'loss'. Give the output folder"),

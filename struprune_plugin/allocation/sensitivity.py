@@ -206,9 +206,7 @@ def _run_backward(
                 output = outputs.pop(name)
                 gradients = torch.zeros_like(output) if output.grad is None else output.grad
                 del output
-                gradients = gradients.flatten(0, -2)[
-                    : math.prod(call.batch_shape)
-                ]  # Llama 4's experts all get all tokens
+                gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # Llama 4's experts get all tokens
                 for rows in place_rows(split_tokens(call), gradients.device, context):
                     gram = context.to_solver(multiply_by_itself(gradients[rows].float())).double()
                     sums[name] = sums[name].add_(gram) if name in sums else gram

@@ -21,8 +21,7 @@ def option(name: str, help: str, metavar: str | None = None, panel: str | None =
     return typer.Option(name, help=escape(help), metavar=metavar, rich_help_panel=panel, **more)
 
 
-def read_share(text: str) -> float:
-    """Return a number at least 0 and below 1."""
+def _read_share(text: str) -> float:
     with suppress(ValueError):
         if 0 <= (share := float(text)) < 1:
             return share
@@ -53,7 +52,7 @@ _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [defa
 _LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, costs: FILE}'"
 _EFFORT = "fast saves time; best improves quality, with four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"
-Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, parser=read_share)]
+Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, parser=_read_share)]
 Budget = Annotated[str | None, option("--budget", _LIMIT, "YAML", _CHANGES)]
 Effort = Annotated[Literal["fast", "default", "best"] | None, option("--effort", _EFFORT, None, _CHANGES)]
 Settings = Annotated[list[str] | None, option("--set", _SET, "FIELD=VALUE", _CHANGES)]

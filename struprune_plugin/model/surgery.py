@@ -62,12 +62,21 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
     update_counts(layer, group.resize(len(keep)), group.num_units)
 
 
-def rotate_group(
-    layer: nn.Module, group: UnitGroup, basis: Tensor, fetch: Callable[[Tensor], Tensor] | None = None
-) -> None:
+def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
     """Rotate every head's values in the producing and the consuming linear; the layer's function does not change.
 
     :param basis: orthogonal, rows are the new channels, shape [blocks, width, width], float64
+    """
+    (name,) = group.producers
+    set_weight(find_linear(layer, name), rotate_producer(layer, group, basis))
+    set_consumer(layer, group, rotate_columns(read_consumer(layer, group), basis, group.columns_per_unit))
+
+
+def rotate_producer(
+    layer: nn.Module, group: UnitGroup, basis: Tensor, fetch: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return the weights of the linear that produces the values, value rows rotated, shape [rows, columns + 1], float64, bias last.
+
     :param fetch: moves weights to the device of the rotation
     """
     (name,) = group.producers
@@ -75,8 +84,7 @@ def rotate_group(
     basis = basis.to(rows.device)
     values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
     rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
-    set_weight(find_linear(layer, name), rows)
-    set_consumer(layer, group, rotate_columns(read_consumer(layer, group, fetch), basis, group.columns_per_unit))
+    return rows
 
 
 def mask_group(

@@ -13,7 +13,7 @@ from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.export.stock_config import are_layers_alike, select_configurable
+from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -162,7 +162,7 @@ def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: S
     return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
 
-def check_uniform(recipe: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier]) -> None:
+def check_uniform(recipe: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier], heads: int) -> None:
     """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load."""
     problem = ""
     if recipe.allocation.measures:
@@ -183,6 +183,10 @@ def check_uniform(recipe: StructuredModifier, model: PreTrainedModel, later: Seq
         problem = (
             "needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert the model "
             "first (struprune convert --to uniform-padded)"
+        )
+    elif recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)):
+        problem = (
+            f"needs all heads of {model.config.model_type}, got `attention_unit: head`. Set `attention_unit: none`"
         )
     elif recipe.targets != ["re:.*"] or recipe.ignore:
         problem = "must cover all decoder layers. Remove targets and ignore"

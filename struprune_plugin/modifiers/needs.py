@@ -28,9 +28,7 @@ from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.storage.files import format_bytes
 
-_STREAM_COPIES = (
-    4  # of all hidden states, in the model's dtype: dense ones, inputs, attention and outputs of the pruned path
-)
+_STREAM_COPIES = 4  # of all hidden states, in the model's dtype: dense; the pruned path's inputs, attention and outputs
 _LOGIT_COPIES = 5  # float32 copies of one sequence's logits
 _PLANS = 8  # plans that are tried at once, each with its own weights of one layer
 _OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`

@@ -116,7 +116,7 @@ def prepare_run(
         )
     groups = modifier.find_groups(model)
     if uniform:
-        checks.check_uniform(modifier, model, later)
+        checks.check_uniform(modifier, model, later, groups[0].num_units)
     whole = _find_whole(modifier, model, groups)
     checks.check_stage(modifier, model, before)
     _check_methods(modifier, model, groups, later)

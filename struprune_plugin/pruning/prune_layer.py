@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
-from struprune_plugin.model.surgery import LayerCopy, copy_layer, restore_layer, rotate_group, slice_group
+from struprune_plugin.model.surgery import (
+    LayerCopy,
+    copy_layer,
+    restore_layer,
+    rotate_group,
+    rotate_producer,
+    slice_group,
+)
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
@@ -40,12 +47,14 @@ class Decision:
     :param keep: sorted kept units, shape [kept], int64, on the host
     :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
     :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
+    :param producers: by name, the kept rows of a linear that the rotation changes, bias last; processes may share the weights
     :param record: record for the manifest
     """
 
     keep: Tensor
     weight: Tensor
     basis: Tensor | None
+    producers: dict[str, Tensor]
     record: GroupRecord
 
 
@@ -174,21 +183,25 @@ class Pruner:
         config, (num_keep,) = self.config, {self.plan.kept[module.group.name] for module in modules}
         problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
         keep, basis = select_units(problems, num_keep, config)
+        kept, producers = self.context.to_host(keep), dict[str, Tensor]()
         if basis is not None:  # of heads, which are solved one module at a time
+            layer, group = modules[0].layer, modules[0].group
+            (name,), rotated = group.producers, rotate_producer(layer, group, basis, self.context.to_solver)
+            producers[name] = rotated[group.find_kept_rows(name, kept[0]).to(rotated.device)]
             problems = [problem.rotate(basis) for problem in problems]
         solved = solve_groups(problems, keep, config, updates)
         return [
-            Decision(own, weight, basis, describe_group(problem.group, own, record))
-            for problem, own, (weight, record) in zip(problems, self.context.to_host(keep), solved, strict=True)
+            Decision(own, weight, basis, producers, describe_group(problem.group, own, record))
+            for problem, own, (weight, record) in zip(problems, kept, solved, strict=True)
         ]
 
     def apply(self, module: ModuleView, decision: Decision) -> GroupRecord:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, decision.record
-        if decision.basis is not None:
-            rotate_group(layer, group, decision.basis, self.context.to_solver)
         if not self.config.weight_update.can_refine(group):
-            slice_group(layer, group, decision.keep, decision.weight)
+            slice_group(layer, group, decision.keep, decision.weight, decision.producers)
             return record
+        if decision.basis is not None:
+            rotate_group(layer, group, decision.basis)
         admm = refine_group(module, decision.keep, decision.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)

@@ -1,7 +1,6 @@
-"""Collectives of a pruning run over several processes (``torchrun``), each with its own part of the calibration data.
+"""Collectives of a run over several processes (``torchrun``), each with the model and its part of the calibration data.
 
-Every process holds the model and runs its own batches. Sums over tokens are reduced over the processes; decisions are made
-once, by the first process, and sent to the others. Without a process group everything here is a no-op.
+Sums over tokens are reduced; the first process decides, and sends its decisions. Without a process group nothing is done here.
 """
 
 from __future__ import annotations
@@ -102,9 +101,6 @@ def _find_device() -> torch.device:
 
 
 def check_one_process(what: str, remedy: str) -> None:
-    """Raise where the calibration data are spread over processes, for stages with per-token variables or training.
-
-    :raises ValueError: there are several processes
-    """
+    """Raise where there are several processes, for stages with per-token variables or training."""
     if count_ranks() > 1:
         raise ValueError(f"{what} works in one process only, got {count_ranks()}. {remedy}")

@@ -12,10 +12,7 @@ from torch import nn
 
 @contextmanager
 def reset_torch() -> Iterator[None]:
-    """Run the block under torch's defaults and restore the caller's; also a decorator.
-
-    The defaults: gradients, float32, tensors on the CPU, products in full precision, no autocast.
-    """
+    """Run the block with gradients, float32, the CPU, products in full precision and no autocast; also a decorator."""
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

@@ -227,7 +227,7 @@ def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
 def test_uniform_output_refuses_layers_that_an_earlier_run_made_different(first, second, save_family, tmp_path):
     folder = save_family("llama")
     run_oneshot(str(folder), sparsity=0.2, output_dir=str(tmp_path / "first"), **first)
-    with pytest.raises(ValueError, match="`output: uniform` needs a dense model"):
+    with pytest.raises(ValueError, match="`output: uniform` needs layers that are all the same"):
         run_oneshot(str(tmp_path / "first"), sparsity=0.05, output="uniform", output_dir=str(tmp_path / "x"), **second)
     assert not (tmp_path / "x").exists()
 

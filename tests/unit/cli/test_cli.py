@@ -86,7 +86,7 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         (["inspect", str(ROOT / "tests")], "must be a pruned folder with a struprune.json"),
         (
             ["eval", "no/such"],
-            "must be a model folder or a hub name that can be loaded, got: .* or download it where there is a network",
+            r"the hub cannot be reached \(HF_HUB_OFFLINE is set\). Correct it, or .*`hf download no/such",
         ),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"], "dir 'none' does not exist"),

@@ -415,7 +415,7 @@ def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_
 
 
 def test_calibration_passes_end_where_all_is_seen(opt):
-    """Attention's statistics need no FFN: the pass for them ends once the output projection has run."""
+    """Attention's statistics need no FFN: their pass ends once the output projection has run. The last one needs no attention."""
     model = OPTForCausalLM.from_pretrained(opt)
     calls = {"ffn": 0, "attention": 0}
 
@@ -426,4 +426,4 @@ def test_calibration_passes_end_where_all_is_seen(opt):
         layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
         layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
     assert run_oneshot(model, sparsity=0.3, tokenizer=str(opt)) is model
-    assert 0 < calls["ffn"] < calls["attention"]
+    assert 0 < calls["ffn"] == calls["attention"]

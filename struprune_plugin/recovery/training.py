@@ -38,7 +38,7 @@ class Adapters(Config):
         of the modules that hold units
     """
 
-    rank: int = Field(default=8, ge=1)
+    rank: int = Field(default=8, ge=1, le=1024)
     alpha: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     targets: Annotated[Patterns, Field(min_length=1)] | None = None
 

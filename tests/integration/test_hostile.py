@@ -46,20 +46,15 @@ RECIPES = {
     "itself": ("a_stage: &a\n  b_modifiers: *a\n", "'b_modifiers' is not a modifier"),
     "misspelt": ("b_stage:\n  b_modifiers:\n    GPTQModifer: {}\n", "is not a modifier of StruPrune or llm-compressor"),
     "host": ("b_stage:\n  b_modifiers:\n    QuantizationModifier: {scheme: W99}\n", "QuantizationModifier: scheme"),
-    "smooth": (
-        "a_stage:\n  a_modifiers:\n    StruPruneModifier: {sparsity: 0.2}\nb_stage:\n  b_modifiers:\n    SmoothQuantModifier: {}\n"
-        "    QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}\n",
-        "llm-compressor finds no SmoothQuantModifier mappings for",
-    ),
     "line break": ('s_stage:\n  s_modifiers:\n    "a\\nb": 1\n', r"s_stage\.s_modifiers\.'a\\nb' must be a mapping"),
     "rank": (
         "b_stage:\n  b_modifiers: {LoRARecoveryModifier: {adapters: {rank: 100000}}}",
-        "adapters.rank: must be at most 192",
+        "rank must be less than or equal to 1024",
     ),
 }
 SETS = {
     "yaml": ("sparsity=[", "must be valid YAML"),
-    "pattern": ("targets=['re:(']", "must hold names or valid patterns"),
+    "pattern": ("targets=['re:(']", "must be a name or a valid pattern"),
     "list": ("allocation.samples=[[1]]", "must be a valid integer"),
     "infinite": ("sparsity=1e999", "sparsity must be less than 1, got '1e999'"),
 }

@@ -230,9 +230,10 @@ def bend_curves(
     names = {block: [sizes[place].name for place in block] for block in divergences}
     said = {block: sum(float(statistics[name].curve[kept[name]]) for name in own) for block, own in names.items()}
     total, measured = sum(said.values()), sum(divergences.values())
-    bent, floor = dict(statistics), _NOISE / len(said)
+    bent = dict(statistics)
     if not (total > 0 and measured > 0):
         return bent
+    floor = _NOISE / len(said)
     for block, divergence in divergences.items():
         factor = (divergence / measured + floor) / (said[block] / total + floor)
         factor = min(max(factor, 1 / _MOST), _MOST)

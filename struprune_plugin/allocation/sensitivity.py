@@ -125,7 +125,8 @@ def _fit_batches(
             yield taken
             taken = []
         taken.append(part)
-    yield taken
+    if taken:
+        yield taken
 
 
 def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int:

@@ -140,7 +140,10 @@ def eval_(
     scores = {path: scorer(path) for path in dict.fromkeys(paths)}
     screen.show({"settings": asdict(asked), "scores": scores}, format_scores(scores))
     for path, base in dense.items():
-        keep_results(Path(path), list_results(asked, scores[path], scores.get(base, {})))
+        try:
+            keep_results(Path(path), list_results(asked, scores[path], scores.get(base, {})))
+        except OSError as error:
+            show_error(f"the scores cannot be stored: {error}")
 
 
 def convert(

@@ -98,7 +98,7 @@ def read_changes(settings: Sequence[str] | None, budget: str | None = None, **fi
         try:
             changes[name] = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
-            raise ValueError(f"--set: {name} must be valid YAML, got {text!r}: {error}. Correct the value.") from None
+            raise ValueError(f"{name} must be valid YAML, got {text!r}: {error}. Correct the value.") from None
     return changes
 
 

@@ -259,10 +259,7 @@ class ModuleView:
 
 
 def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:
-    """Add some sequences of one micro-batch to sums.
-
-    :param parts: rows of each sequence
-    """
+    """Add some sequences of one micro-batch to sums, each by its rows."""
     device = visit.inputs.device
     values = [own for own in (visit.inputs, context.to_device(visit.target, device), visit.weights) if own is not None]
     placed = place_rows(parts, device, context)

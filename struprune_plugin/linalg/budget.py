@@ -126,9 +126,10 @@ def allocate_error_curves(
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
     costs = [cost[ks].tolist() for cost, ks in zip(limit.costs, counts, strict=True)]
-    for g, (cost, error) in enumerate(zip(costs, errors, strict=True)):
-        front = _find_front(cost, error)
-        counts[g], costs[g], errors[g] = ([row[i] for i in front] for row in (counts[g], cost, error))
+    if isinstance(budget, Limit):  # more units may cost less: kernels do not like every width
+        for g, (cost, error) in enumerate(zip(costs, errors, strict=True)):
+            front = _find_front(cost, error)
+            counts[g], costs[g], errors[g] = ([row[i] for i in front] for row in (counts[g], cost, error))
     at = [0] * len(groups)  # index of each group's choice among its counts
     left = limit.most - sum(cost[0] for cost in costs)
     steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
@@ -141,7 +142,8 @@ def allocate_error_curves(
             at[g] = j
             left -= costs[g][j] - costs[g][i]
     left = _fill_budget(costs, errors, at, left)
-    _fill_evenly(costs, at, left)
+    if left > max((b - a for cost in costs for a, b in itertools.pairwise(cost)), default=0):
+        _fill_evenly(costs, at, left)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
 
@@ -154,12 +156,12 @@ def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
 
 
 def _find_front(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Return the points that no later one undercuts in cost, where more units may cost less: kernels do not like every width."""
+    """Return the indices of the points that no other undercuts in both; costs rise and errors fall along them."""
     front: list[int] = []
     for i in range(len(costs)):
         while front and costs[i] <= costs[front[-1]] and errors[i] <= errors[front[-1]]:
             front.pop()
-        if not front or costs[i] > costs[front[-1]]:
+        if not front or errors[i] < errors[front[-1]]:
             front.append(i)
     return front
 

@@ -40,7 +40,7 @@ def measure_restored_curve(damped: SecondMoments, order: Tensor, columns_per_uni
 
 
 def measure_deletion_curve(damped: SecondMoments, weight: Tensor, order: Tensor, columns_per_unit: int) -> Tensor:
-    """Return the curve of :func:`measure_restored_curve` with unchanged weights, ``||Y - W_S P_S||^2``.
+    """Return ``||Y - W_S P_S||^2`` by the number of kept units, with unchanged weights: the curve may rise, shape [units + 1].
 
     :param weight: shape [d, n + 1], float64, bias last
     """

@@ -56,4 +56,6 @@ class SparsityAllocatorModifier(StructuredModifier):
                 )
         for name in {*_DECIDED, *(self.model_fields_set & self.dump_fields().keys() - given)}:
             setattr(pruning, name, getattr(self, name))
+        if "effort" not in given and "rotate_values" not in given:  # which follows from the effort
+            pruning.rotate_values = self.rotate_values
         return True

@@ -114,10 +114,8 @@ def check_calibration(
     :raises ValueError: too few tokens, or as :func:`check_sequences`
     """
     rows = read_rows(batches)
-    longest, largest = (
-        max((len(ids) for ids, _ in rows), default=0),
-        max((int(ids.max()) for ids, _ in rows), default=0),
-    )
+    longest = max((len(ids) for ids, _ in rows), default=0)
+    largest = max((int(ids.max()) for ids, _ in rows), default=0)
     check_sequences(model, max(gather(longest)), max(gather(largest)))  # all processes refuse together
     parts = gather([(hashlib.sha256(ids[kept].numpy().tobytes()).digest(), int(kept.sum())) for ids, kept in rows])
     sequences = [row for part in parts for row in part]
@@ -184,11 +182,9 @@ def check_uniform(recipe: StructuredModifier, model: PreTrainedModel, later: Seq
             "needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert the model "
             "first (struprune convert --to uniform-padded)"
         )
-    elif recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)):
-        problem = (
-            f"needs all heads of {model.config.model_type}, got `attention_unit: head`. Set `attention_unit: none`"
-        )
     elif recipe.targets != ["re:.*"] or recipe.ignore:
         problem = "must cover all decoder layers. Remove targets and ignore"
+    elif recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)):
+        problem = f"needs all heads of {model.config.model_type}, got `attention_unit: head`. Set it to none"
     if problem:
         raise ValueError(f"`output: uniform` {problem}.")

@@ -124,8 +124,9 @@ class ADMMRun:
             if isinstance(sample, Sample):
                 variables = admm_ffn.initialize_ffn_variables(sample.inputs, weights)
             else:
+                here = AttentionSample(*(self.context.to_device(part, sample.inputs.device) for part in sample))
                 method = self.settings.attention_method
-                variables = admm_attention.initialize_attention_variables(sample, weights, method)
+                variables = admm_attention.initialize_attention_variables(here, weights, method)
             self.states.append((self._park(sample), self._park(variables)))
 
     def _park(self, tensors: Parts) -> tuple[Tensor, ...]:
@@ -147,14 +148,14 @@ class ADMMRun:
         lowest = torch.finfo(source.dtype).min
         valid = visit.call.mark_tokens().view(batch, length, 1)
         mask = visit.call.arguments.get("attention_mask")
-        causal = torch.full((length, length), lowest, device=source.device).triu(1)
+        causal = torch.full((length, length), lowest).triu(1)  # on the host, where sequences without padding share it
         for row in range(batch):
             own = causal
             if mask is not None:  # true where a token is read, or a number that is added
-                own = mask[min(row, len(mask) - 1), 0, :length, :length].to(source)
+                own = self.context.to_host(mask[min(row, len(mask) - 1), 0, :length, :length]).float()
                 own = lowest * (1 - own) if mask.dtype is torch.bool else own
-            if not valid[row].all():  # otherwise, sequences share one mask
-                own = own.masked_fill(~valid[row].to(own.device), lowest)
+            if not valid[row].all():
+                own = own.masked_fill(~valid[row], lowest)
             yield AttentionSample(source[row], target[row], own)
 
     def _step(self, weights: Parts, pull: Parts, move: bool = True) -> tuple[list[Tensor], float]:
@@ -180,16 +181,18 @@ class ADMMRun:
                 )
             if move:
                 self.states[index] = parked[0], self._park(variables)
+        used = weights
         if move:
             names = [*(name for name, count in self.counts.items() for _ in range(count)), self.group.consumer]
             names = [f"{self.group.layer_name}.{name}" for name in names]
             solved = admm_ffn.solve_ridge(moments, pull, self.damping, self.module.has_bias, names)
             weights = [weight.float() for weight in solved]
-        errors = [float(measure_error(part, weight.double())) for part, weight in zip(moments, weights, strict=True)]
-        from_logits = (
+        has_z = (
             not self.group.unit.is_ffn and settings.attention_method == 1
-        )  # queries and keys, whose errors do not count
-        return list(weights), total + settings.alpha * sum(errors[2 * from_logits :])
+        )  # its term, of the weights before the step, is
+        measured = used if has_z else weights  # that of queries and keys, which come first
+        errors = [float(measure_error(part, weight.double())) for part, weight in zip(moments, measured, strict=True)]
+        return list(weights), total + settings.alpha * sum(errors[2 * has_z :])
 
 
 @WEIGHT_UPDATES.register
@@ -207,6 +210,12 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
         if not _check_model(model, "weight_update: admm", prune_ffn) and attention_unit != "none":
+            for name in ("inner_steps", "learning_rate", "attention_method"):
+                if getattr(self, name) != ADMMSettings.model_fields[name].default:
+                    raise ValueError(
+                        f"`weight_update.{name}={getattr(self, name)!r}` has no effect with rotary positions, where attention is "
+                        "re-solved by least squares. Remove it."
+                    )
             logger.info("rotary attention is re-solved by least squares, the FFN by ADMM")
 
 

@@ -22,9 +22,8 @@ from struprune_plugin.linalg.second_moments import SecondMoments, accumulate_mom
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.storage.registry import Config
 
-Variables = tuple[
-    Tensor, ...
-]  # of every token of one sample: inputs of the consumer first; on the host between visits (R12)
+# of every token of one sample: inputs of the consumer first; on the host between visits (R12)
+Variables = tuple[Tensor, ...]
 
 
 class ADMMSettings(Config):

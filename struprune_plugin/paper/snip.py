@@ -50,8 +50,14 @@ class SNIP(Importance):
                     see = partial(_watch, sums, (group.name, name), name == group.consumer)
                     stack.callback(linear.register_forward_hook(see).remove)
             for batch in tqdm(loader, desc="snip gradients"):
-                loss, num_tokens = _find_loss(model, batch)
-                loss.backward()
+                try:
+                    loss, num_tokens = _find_loss(model, batch)
+                    loss.backward()
+                except torch.OutOfMemoryError as error:
+                    raise ValueError(
+                        "importance: snip must hold the whole model and its activations on the device, which is too small. Lower "
+                        "batch_size, or set `importance: obs` or `wanda`, which hold one layer."
+                    ) from error
                 counted += num_tokens
         num_tokens, scores = max(sum(gather(counted)), 1), dict[str, Tensor]()
         for group in groups:
@@ -70,12 +76,11 @@ def _watch(
 ) -> None:
     """Add the products of a consumer's inputs, or a producer's outputs, with their gradients, once these are there; as a hook."""
     watched = args[0] if is_consumer else output
-    value = watched.detach()
-    if not is_consumer and linear.bias is not None:
-        value = value - linear.bias.detach()  # a producer's bias does not count as a weight
+    value, bias = watched.detach(), None if is_consumer or linear.bias is None else linear.bias.detach()
 
     def add(gradient: Tensor) -> None:
-        term = (value.double() * gradient.double()).flatten(0, -2).sum(0)
+        own = value if bias is None else value - bias  # a producer's bias does not count as a weight
+        term = (own.double() * gradient.double()).flatten(0, -2).sum(0)
         sums[key] = sums[key].add_(term) if key in sums else term
 
     watched.register_hook(add)

@@ -21,14 +21,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
-from struprune_plugin.model.surgery import (
-    LayerCopy,
-    copy_layer,
-    restore_layer,
-    rotate_group,
-    rotate_producer,
-    slice_group,
-)
+from struprune_plugin.model import surgery
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
@@ -68,7 +61,7 @@ class LayerOutcome:
 
     groups: list[GroupRecord]
     changed: bool
-    copy: LayerCopy | None = None
+    copy: surgery.LayerCopy | None = None
 
 
 @dataclass(frozen=True)
@@ -115,11 +108,11 @@ class Pruner:
                 outcome = self.prune_layer(step.layer, own, statistics, changed, step.progress)
                 if store is not None:
                     with self.context.stage("checkpoint"):
-                        copy = copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
+                        copy = surgery.copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
                         store.write(part, replace(outcome, copy=copy))
             elif outcome.copy is not None:
                 self.drop_experts(step.layer, own)
-                restore_layer(step.layer, outcome.copy)
+                surgery.restore_layer(step.layer, outcome.copy)
             records += outcome.groups
             changed = outcome.changed
             statistics.finish_layer()
@@ -186,7 +179,7 @@ class Pruner:
         kept, producers = self.context.to_host(keep), dict[str, Tensor]()
         if basis is not None:  # of heads, which are solved one module at a time
             layer, group = modules[0].layer, modules[0].group
-            (name,), rotated = group.producers, rotate_producer(layer, group, basis, self.context.to_solver)
+            (name,), rotated = group.producers, surgery.rotate_producer(layer, group, basis, self.context.to_solver)
             producers[name] = rotated[group.find_kept_rows(name, kept[0]).to(rotated.device)]
             problems = [problem.rotate(basis) for problem in problems]
         solved = solve_groups(problems, keep, config, updates)
@@ -199,9 +192,9 @@ class Pruner:
         """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
         layer, group, record = module.layer, module.group, decision.record
         if not self.config.weight_update.can_refine(group):
-            slice_group(layer, group, decision.keep, decision.weight, decision.producers)
+            surgery.slice_group(layer, group, decision.keep, decision.weight, decision.producers)
             return record
         if decision.basis is not None:
-            rotate_group(layer, group, decision.basis)
+            surgery.rotate_group(layer, group, decision.basis)
         admm = refine_group(module, decision.keep, decision.weight, self.config)
         return replace(record, admm=admm, error_after=admm.error_after)

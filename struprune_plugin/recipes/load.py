@@ -95,6 +95,16 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML loader that raises on repeated keys, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [str(key.value) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # `<<: *other`
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.YAMLError(f"repeated keys {', '.join(twice)} in one mapping, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def _read_recipe(recipe: str | os.PathLike | Mapping[str, Any]) -> tuple[str, Any]:
     """Return the place of a recipe, for messages, and its content."""
     if isinstance(recipe, Mapping):
@@ -102,7 +112,8 @@ def _read_recipe(recipe: str | os.PathLike | Mapping[str, Any]) -> tuple[str, An
     text = os.fspath(recipe)
     where, file = ("recipe", None) if "\n" in text else (text, find_recipe(text))
     try:
-        return where, yaml.safe_load(text if file is None else file.read_text(encoding="utf-8"))
+        content = text if file is None else file.read_text(encoding="utf-8")
+        return where, yaml.load(content, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # also other encodings and invalid dates
         raise ValueError(f"{where}: is not valid YAML: {' '.join(str(error).split())[:500]}. Correct it.") from None
 

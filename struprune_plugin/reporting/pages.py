@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,11 @@ def keep_results(folder: Path, found: Sequence[ResultRecord]) -> None:
     """Add results to an output's manifest and card; a repeated measurement replaces the earlier one. An edited card stays."""
     card, manifest = folder / CARD_NAME, read_manifest(folder)
     is_edited = card.is_file() and card.read_bytes() != make_card(folder).encode()
-    held = {result.name: result for result in (*manifest.evaluation, *found)}
+    held = {result.name: result for result in manifest.evaluation}
+    for new in found:
+        if new.dense is None and (old := held.get(new.name)):  # scored without the dense model this time
+            new = replace(new, dense=old.dense, dense_stderr=old.dense_stderr)
+        held[new.name] = new
     write_manifest(manifest.model_copy(update={"evaluation": [*held.values()]}), folder)
     if not is_edited:
         write_card(folder)

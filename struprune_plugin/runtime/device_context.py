@@ -17,11 +17,7 @@ from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, releas
 
 @dataclass
 class StageRecord:
-    """Time and memory of one stage of a run, over all its spans.
-
-    :param seconds: wall time
-    :param peak_bytes: peak bytes on the device; None where they are not measured
-    """
+    """Wall time of one stage of a run, over all its spans, and peak bytes on the device; None where they are not measured."""
 
     seconds: float = 0.0
     peak_bytes: int | None = None
@@ -53,8 +49,6 @@ class DeviceContext:
     def measure(self) -> str:
         """Meaning of ``peak_bytes``."""
         return "accelerator bytes allocated" if torch.cuda.is_available() else "not measured: no accelerator"
-
-    # -- moves ----------------------------------------------------------------------------------------------------
 
     def park(self, tensor: Tensor, what: str = "states") -> Tensor:
         """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the end of the stage.
@@ -108,8 +102,6 @@ class DeviceContext:
                 stack.callback(handle.remove)
             yield
 
-    # -- layers ---------------------------------------------------------------------------------------------------
-
     @contextmanager
     def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
         """Keep a layer's weights on the device during the block, and fetch those of the following layer, unless the block fails."""
@@ -136,8 +128,6 @@ class DeviceContext:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: self.to_device(*saved)):
             yield
         release_weights(layer)
-
-    # -- stages ---------------------------------------------------------------------------------------------------
 
     def take_peak(self) -> int | None:
         """Return the peak bytes on the device since the last call; None where they are not measured."""
@@ -169,10 +159,7 @@ class DeviceContext:
 
 
 def find_free_bytes() -> int | None:
-    """Return the accelerator's free bytes, less a tenth for uncounted memory; None without an accelerator.
-
-    Memory that the allocator has reserved but not allocated, for instance in an earlier pass, counts as free.
-    """
+    """Return the accelerator's bytes that are not allocated, less a tenth for uncounted ones; None without an accelerator."""
     if not torch.cuda.is_available():
         return None
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

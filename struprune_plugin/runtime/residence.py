@@ -93,9 +93,7 @@ def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
     with ExitStack() as stack:
         for layer in layers:
-            handle = layer.register_forward_pre_hook(
-                lambda module, _: release_weights(module, others=True), prepend=True
-            )
+            handle = layer.register_forward_pre_hook(lambda own, _: release_weights(own, others=True), prepend=True)
             stack.callback(handle.remove)
         yield
 
@@ -125,10 +123,7 @@ def compare_embeddings_on_host() -> Iterator[None]:
 
 
 def release_weights(module: nn.Module, others: bool = False) -> None:
-    """Drop the onloaded weights of a module from the device; llm-compressor onloads them again on use.
-
-    :param others: drop all but the module's, which llm-compressor keeps for a whole step
-    """
+    """Drop the onloaded weights of a module, or of all others, from the device; llm-compressor onloads them again on use."""
     kept = OffloadCache.keep_onloaded_values
     if not kept:
         return
@@ -143,10 +138,7 @@ Fetched = tuple[Tensor, int, Tensor]
 
 
 class WeightsAhead:
-    """Prefetcher of one layer's weights, which are handed to the offload caches when the layer runs.
-
-    Another thread makes the copies, on CUDA in a separate stream, so that neither the device nor the main thread waits.
-    """
+    """Prefetcher of one layer's weights, by a thread and, on CUDA, a stream of its own; the offload caches then hand them out."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None  # one for all layers: memory is reused only within a stream
@@ -208,11 +200,9 @@ def _list_caches(layer: nn.Module) -> list[OffloadCache]:
 
 def load_weights(caches: list[OffloadCache], stream: torch.cuda.Stream | None = None) -> list[Fetched]:
     """Return copies of the caches' weights on the device, made in a stream of their own and complete."""
-    offloaded = [
-        (cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None
-    ]
+    held = [(cache, tensor) for cache in caches for tensor in cache.offloaded_values.values() if tensor is not None]
     with torch.cuda.stream(stream):
-        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in offloaded]
+        fetched = [(tensor, tensor._version, cache.onload(tensor)) for cache, tensor in held]
         if stream is not None:
             stream.synchronize()
     return fetched

@@ -26,17 +26,12 @@ from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.storage.files import check_model, shorten_error
 
-_DERIVED = re.compile(
-    r"inv_freq$|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|num_batches_tracked$"
-)  # recomputed
+# recomputed on loading
+_DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(^|[._])(mtp|nextn)")
-_MTP_COUNTS = (
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "mtp_num_hidden_layers",
-    "mtp_num_layers",
-    "num_mtp_modules",
+_COUNTS = (
+    "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers mtp_num_layers num_mtp_modules"  # of such layers
 )
 
 
@@ -175,7 +170,7 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     is_ahead = any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left)
     told = ""
     for part in walk_parts(model.config) if is_ahead else ():
-        for key in _MTP_COUNTS:
+        for key in _COUNTS.split():
             if isinstance(getattr(part, key, None), int) and getattr(part, key):
                 setattr(part, key, 0)
                 told = f"; {key} is set to 0"

@@ -140,4 +140,4 @@ class ResumeStore:
 def _make_reader(kind: Any) -> TypeAdapter:
     return TypeAdapter(
         list[kind], config=ConfigDict(arbitrary_types_allowed=True)
-    )  # refuses a config for a dataclass itself
+    )  # a dataclass itself takes no config

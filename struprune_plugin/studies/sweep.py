@@ -41,11 +41,17 @@ def run_points(
     keep()  # marks the folder as this sweep's
     points = {f"{sparsity:g}": sparsity for sparsity in sparsities}
     for name in tqdm([name for name in (*points, DENSE) if name not in scores], desc="sweep"):
-        if name != DENSE:
-            prune(points[name], folder / name)
+        try:
+            if name != DENSE:
+                prune(points[name], folder / name)
+        except ValueError as error:
+            if not scores:  # the first point tells bad input at once
+                raise
+            logger.warning(f"{name} is left out: {error}")
+            continue
         scores[name] = score(settings["model"] if name == DENSE else str(folder / name))
         keep()
-    return {name: scores[name] for name in (DENSE, *points)}
+    return {name: scores[name] for name in (DENSE, *points) if name in scores}
 
 
 def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:

@@ -41,6 +41,10 @@ def modifier(**fields):
             "prune_stage:\n  prune_modifiers: [StruPruneModifier]\n",
             "prune_stage.prune_modifiers must be a mapping of modifiers",
         ),
+        (
+            "x_stage:\n  x_modifiers:\n    StruPruneModifier: {sparsity: 0.3}\n    StruPruneModifier: {sparsity: 0.2}\n",
+            "repeated keys StruPruneModifier in one mapping",
+        ),
         ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "StruPruneModifier must be a mapping of fields"),
         (
             "args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n",

@@ -67,11 +67,11 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_refused_point_ends_a_sweep_that_goes_on_without_it(opt, tmp_path, capsys):
-    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 2
+def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_path, capsys):
+    assert run(opt, tmp_path / "none", sparsities="0.98") == 2
     assert "Lower sparsity" in capsys.readouterr().err
-    assert [*json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]] == ["0.2"]
-    assert run(opt, tmp_path / "sweep", sparsities="0.2") == 0
+    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 0
+    assert [*json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]] == ["0.2", "dense"]
     assert "\n0.2 " in capsys.readouterr().out
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.layers import LayerSizes
+from struprune_plugin.storage.checkpoint import load_tokenizer
 
 FILE_NAME = "model.gguf"
 _ARCHITECTURE = "deci"  # LLaMA's computation with per-layer sizes; keys and values have the same width
@@ -112,7 +113,7 @@ def _name_splitting(tokenizer: dict[str, Any]) -> str:
 
 
 def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
-    from gguf import SpecialVocab, TokenType
+    from gguf import TokenType
 
     content = _read_tokenizer(source / "tokenizer.json")
     tokens = {number: (text, TokenType.NORMAL) for text, number in content["model"]["vocab"].items()}
@@ -123,6 +124,15 @@ def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
     writer.add_tokenizer_pre(_name_splitting(content))
     writer.add_token_list([text for text, _ in filled])
     writer.add_token_types([kind for _, kind in filled])
-    special = SpecialVocab(source, load_merges=True, n_vocab=config.vocab_size)  # with the chat templates
-    special.add_special_token.setdefault("bos", False)  # else llama.cpp decides by the splitting's name
-    special.add_to_gguf(writer, quiet=True)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
+    tokenizer = load_tokenizer(source)  # gguf's own reader takes other templates and beginnings than transformers
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):  # several templates
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
+    begin = tokenizer.bos_token_id
+    writer.add_add_bos_token(begin is not None and tokenizer("a").input_ids[0] == begin)
+    for name in ("bos", "eos", "pad"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)

@@ -53,11 +53,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class LayerOutcome:
-    """Outcome of the pruning of one decoder layer.
-
-    :param changed: whether anything was removed from this layer or from one before it
-    :param copy: for a store, copy of the changed layer
-    """
+    """Records of one decoder layer, whether anything was removed up to it, and for a store a copy of it if so."""
 
     groups: list[GroupRecord]
     changed: bool
@@ -66,10 +62,7 @@ class LayerOutcome:
 
 @dataclass(frozen=True)
 class Pruner:
-    """Pruner of a model.
-
-    :param plan: number of units that every group keeps
-    """
+    """Pruner of a model; the plan holds the number of units that every group keeps."""
 
     config: PruningConfig
     plan: UnitAllocation

@@ -164,10 +164,9 @@ class WeightsAhead:
         return coming
 
     def take(self, layer: nn.Module) -> None:
-        """Hand a layer's fetched weights to the offload caches; nothing happens where none were fetched.
+        """Hand a layer's fetched weights, if any, to the offload caches.
 
-        A weight that has been changed or replaced since is left out, and so are all where the device ran out of memory:
-        llm-compressor then onloads the missing weights itself.
+        Weights that have changed since are left out, and all where the device ran out of memory: llm-compressor onloads these.
         """
         if layer is not self._layer or self._coming is None:
             return

@@ -7,7 +7,6 @@ reaches the disk before it gets its name. A part that is truncated counts as mis
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,7 +109,8 @@ class ResumeStore:
                     opened.metadata()["record"],
                     object_hook=lambda held: opened.get_tensor(held[_TENSOR]) if _TENSOR in held else held,
                 )
-            return _make_reader(kind).validate_python([record])[0]
+            reader = TypeAdapter(list[kind], config=ConfigDict(arbitrary_types_allowed=True))  # a dataclass takes none
+            return reader.validate_python([record])[0]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None
@@ -134,10 +134,3 @@ class ResumeStore:
             )
             failure.errno = getattr(error, "errno", None) or errno.EIO
             raise failure from None
-
-
-@functools.cache
-def _make_reader(kind: Any) -> TypeAdapter:
-    return TypeAdapter(
-        list[kind], config=ConfigDict(arbitrary_types_allowed=True)
-    )  # a dataclass itself takes no config

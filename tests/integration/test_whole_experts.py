@@ -80,7 +80,6 @@ def test_the_stock_class_loads_it_by_one_number_and_generates(case):
     assert type(stock).__name__ == type(dense).__name__
     torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (out.parent / "dense", out))
-    before.pop("per_layer_config", None)  # an override that says what holds for all layers may go
     assert [after[name] for name in before if before[name] != after.get(name)] == [6]
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (stock.generate(tokens, use_cache=cache, **options) for cache in (True, False))

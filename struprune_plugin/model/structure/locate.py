@@ -1,4 +1,4 @@
-"""What the other rooms ask of a model: its decoder layers, its linears, its dense class, its numbers of heads."""
+"""Parts of a model that others ask for: its decoder layers, linears, dense class and numbers of heads."""
 
 from __future__ import annotations
 

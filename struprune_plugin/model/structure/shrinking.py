@@ -99,7 +99,11 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
             _cut_rope(value, scale)
         elif name == "_heterogeneity_spec":  # of transformers' per_layer_config
             for layer in value.per_layer_overrides.values():
+                before = dict(layer)
                 _shrink(layer, old, new, tower=False)
+                for key in ("head_dim", "intermediate_size"):  # stay different from the other layers'
+                    if key in layer and layer[key] == new.get(key):
+                        layer[key] = min(before[key], layer[key] + 8)
         elif isinstance(value, PreTrainedConfig) or (isinstance(value, dict) and name.endswith("_config")):
             outer = (old, new) if _PART.match(name) else ({}, {})
             _shrink(value, *outer, tower or bool(_TOWER.search(name)))

@@ -86,11 +86,11 @@ def test_a_small_configuration_stays():
     assert shrink_config(config).to_dict() == config.to_dict()
 
 
-def test_sizes_of_single_layers_are_cut():
+def test_layers_that_differ_still_do():
     layers = {0: {"intermediate_size": 6000}, 2: {"intermediate_size": 9000, "num_key_value_heads": 4}}
     config = AutoConfig.for_model("llama", num_hidden_layers=4, num_key_value_heads=8, per_layer_config=layers)
     small = shrink_config(config)
-    assert [layer.intermediate_size for layer in small.per_layer_config] == [112, 112, 112, 112]
+    assert [layer.intermediate_size for layer in small.per_layer_config] == [120, 112, 120, 112]
     assert [layer.num_key_value_heads for layer in small.per_layer_config] == [2, 2, 2, 2]
     assert config.to_dict()["per_layer_config"]["0"] == {"intermediate_size": 6000}
 

@@ -136,8 +136,8 @@ class CountedContext(DeviceContext):
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.live.move(tensor.detach(), to_host=True)
 
-    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        return self.live.move(tensor, to_host=False).to(dtype or tensor.dtype)
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return self.live.move(tensor, to_host=False)
 
     def solving(self) -> AbstractContextManager[object]:
         return self.live.decide(True if self.offload else None)

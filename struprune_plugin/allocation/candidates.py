@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import Batches, Fit
 from struprune_plugin.allocation.rules import GroupStatistics, Sizes
-from struprune_plugin.layerwise.calls import States
+from struprune_plugin.layerwise.calls import States, mark_tokens
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import compute_logits
@@ -84,10 +84,8 @@ class Trial:
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading():
             for batch, hidden in zip(tqdm(held, desc="KL divergences"), finals, strict=True):
-                mask = batch.get("attention_mask")
-                valid = (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
-                count += int(valid.sum())
-                for row, kept_tokens in enumerate(valid):
+                for row, kept_tokens in enumerate(mark_tokens(batch)):
+                    count += int(kept_tokens.sum())
                     totals += self._compare(batch, row, kept_tokens, hidden)
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics
+from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
@@ -96,7 +97,7 @@ class CurveMeasurer:
         if self.config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
             return measure_restored_curve(problem.weighed, order, group.columns_per_unit, group.name)
         root = self.sensitivity.fisher_sqrt.get(group.output_name)
-        moved = problem.dense if root is None else self.context.to_solver(root) @ problem.dense
+        moved = problem.weight if root is None else self.context.to_solver(root) @ problem.weight
         return measure_deletion_curve(problem.weighed, moved, order, group.columns_per_unit)
 
 
@@ -119,8 +120,7 @@ def take_batches(batches: Batches, groups: Sequence[UnitGroup], samples: int) ->
     needed = 4 * max(group.num_columns for group in groups) / ranks
     sequences = tokens = 0
     for batch in batches:
-        mask = batch.get("attention_mask")
-        for length in (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(1).tolist():
+        for length in mark_tokens(batch).sum(1).tolist():
             if sequences < samples / ranks or tokens < needed:
                 sequences, tokens = sequences + 1, tokens + length
     return split_batches(batches, sequences)[0]

@@ -119,7 +119,7 @@ def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> d
     """Return the statistics by the name of every size; importance and errors of tied groups are summed."""
     tied = {}
     for size in sizes:
-        members = [(statistics[name], factor) for name, factor in size.members or ((size.name, 1),)]
+        members = [(statistics[name], factor) for name, factor in size.members]
         tied[size.name] = replace(
             members[0][0],
             importance=sum(member.importance for member, _ in members),

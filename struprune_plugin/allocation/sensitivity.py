@@ -16,9 +16,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
+from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.capture import place_rows, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
-from struprune_plugin.layerwise.passes import list_visits
+from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.linalg.solve import sqrt_psd
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights
@@ -86,7 +87,7 @@ def measure_fisher(
     with freeze_weights(model):
         for batches in _fit_batches(model, parts, context):
             flows = enter_batches(model, batches, context)
-            for index, _, layer, following in tqdm(list(list_visits(model)), desc="sensitivity, forward"):
+            for index, _, layer, following in tqdm(list(walk_layers(model)), desc="sensitivity, forward"):
                 with torch.no_grad(), context.hold(layer, following):
                     for flow in flows:
                         flow.advance(index, layer, context)
@@ -97,7 +98,7 @@ def measure_fisher(
                     before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
             if not finite:
                 break
-            for index, name, layer, following in tqdm(list(list_visits(model, True)), desc="sensitivity, backward"):
+            for index, name, layer, following in tqdm(list(walk_layers(model, True)), desc="sensitivity, backward"):
                 with context.hold(layer, following):
                     _run_backward(layer, index, select_groups(groups, name), flows, sums, context)
     counts = gather((counted, finite))
@@ -135,8 +136,7 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
 
     :param first: index of the batch's first sequence among all, which seeds its labels: they do not depend on the batches
     """
-    mask = flow.batch.get("attention_mask")
-    valid = (torch.ones_like(flow.batch["input_ids"]) if mask is None else mask).bool()
+    valid = mark_tokens(flow.batch)
     hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_()
     generator, head, seen = torch.Generator(), model.get_output_embeddings(), dict[str, Tensor]()
 

@@ -128,6 +128,8 @@ def eval_(
     Perplexity is per token, over windows of fixed length; with --tasks alone it is left out.
     """
     screen = Screen(as_json, quiet)
+    if limit and not tasks:
+        raise ValueError("--limit: needs --tasks, whose examples it counts. Name tasks, or use --max-tokens for text.")
     opt.prepare(screen, paths)
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results

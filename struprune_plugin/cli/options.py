@@ -39,7 +39,7 @@ Overwrite = Annotated[bool, option("--overwrite", "replace an earlier output")]
 TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code that comes with the model")]
 
 _TEXT = "Calibration text"
-_DATA = "FILE.jsonl, c4, wikitext2, a hub data set, or self: text of the model [default: a shipped sample]"
+_DATA = "FILE.jsonl, c4, wikitext2, or a hub data set [default: a shipped sample]"
 _SAMPLES = "number of calibration samples [default: 64; 256 with --effort best]"
 Data = Annotated[str | None, option("--data", _DATA, "SRC", _TEXT)]
 TextColumn = Annotated[str, option("--text-column", "column of the text in the data", "NAME", _TEXT)]

@@ -72,10 +72,10 @@ def check_windows(tokens: Tensor, window: int, config: PretrainedConfig) -> None
 def check_tasks(
     tasks: Sequence[str], include_path: str | Path | None = None, include_defaults: bool = True
 ) -> TaskManager:
-    """Return lm-eval's index of tasks, for :func:`run_tasks`.
+    """Return lm-eval's index of tasks, for :func:`run_tasks`, once the tasks' data could be loaded.
 
     :param include_defaults: include lm-eval's own tasks, whose listing takes seconds
-    :raises ValueError: a task is not in the index
+    :raises ValueError: a task is not in the index, or its data cannot be loaded
     """
     from lm_eval.tasks import TaskManager
 
@@ -86,6 +86,13 @@ def check_tasks(
         raise ValueError(
             f"--tasks: {unknown} must be known to lm-eval. Correct the names, or give the folder of the tasks by --include-path."
         )
+    try:
+        manager.load(list(tasks))
+    except Exception as error:  # of whatever library reads the data
+        raise ValueError(
+            f"--tasks: the data of {', '.join(tasks)} must be at hand, got {type(error).__name__}: {error}. Load them once "
+            "from the hub, or use tasks on files."
+        ) from error
     return manager
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from struprune_plugin.evaluation.sampling import SELF, sample_windows
-from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.runtime.distributed import count_ranks, split_range
 from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import shorten_error, shorten_value
@@ -175,7 +173,7 @@ def check_dataset(dataset: object, splits: object) -> None:
     """Raise on data of an unsupported type, and on ``splits`` where nothing reads them."""
     if not isinstance(dataset, (str, os.PathLike, DataLoader, type(None), Dataset, IterableDataset)):
         raise ValueError(
-            f"dataset: must be a file, self, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
+            f"dataset: must be a file, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
             f"{type(dataset).__name__}. Pass one split, or make a Dataset: Dataset.from_dict({{'text': [...]}})."
         )
     if splits is not None and not is_from_host(dataset):
@@ -186,7 +184,7 @@ def check_dataset(dataset: object, splits: object) -> None:
 
 def is_from_host(dataset: object) -> bool:
     """Return whether data are a name that llm-compressor resolves, or a class of its kind as ``file.py:Class``."""
-    if not isinstance(dataset, str) or dataset in (SELF, *HUB_DATASETS) or Path(dataset).is_file():
+    if not isinstance(dataset, str) or dataset in HUB_DATASETS or Path(dataset).is_file():
         return False
     known = [*TextGenerationDataset.registered_names(), *TextGenerationDataset.registered_aliases()]
     return ":" in dataset or standardize_lookup_name(dataset) in known
@@ -216,10 +214,6 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
     if isinstance(source, Dataset):
         dataset = _tokenize_chats(source, tokenizer, samples, length, column)
-    elif str(source) == SELF:
-        revision = kwargs.get("model_revision", "main")
-        own = load_checkpoint(model, "auto", trusts, revision)[0] if isinstance(model, str) else model
-        dataset = pack_windows(sample_windows(own, tokenizer, samples, length))
     else:
         dataset = make_calibration_dataset(source, tokenizer, samples, length, column)
     return _split_dataset(kwargs | {"dataset": dataset})

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_paddings
+from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
@@ -23,7 +24,7 @@ from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
-from struprune_plugin.model.structure.tiny import build_tiny, describe_difference, draw_tokens, prove_once
+from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
@@ -37,7 +38,7 @@ def rehearse(
     """Prune, save and load a tiny instance of a model's class, once per class, configuration and kinds of units.
 
     The logits must agree between a layer-by-layer and a whole run, between removal of a third of the units and zeros in their
-    place, before saving and after loading, and with a cache: to 1e-5 of the largest logit, in float32.
+    place, before saving and after loading, and with a cache: up to rounding (:class:`TinyRun`).
 
     :raises ValueError: the logits do not agree
     """
@@ -78,9 +79,6 @@ def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit,
 
 @torch.no_grad()
 def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitGroup]) -> None:
-    def run(model: Any) -> Tensor:
-        return model(input_ids=tokens, use_cache=False).logits
-
     masked = deepcopy(tiny)
     adopt_paddings(tiny, groups)
     for group in groups:
@@ -89,21 +87,22 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
         for model, remove in ((masked, mask_group), (tiny, slice_group)):
             layer = model.get_submodule(group.layer_name)
             remove(layer, group, keep, read_consumer(layer, group)[:, columns])
-    wanted = run(tiny)
-    _check_equal(wanted, run(masked), "with units removed as with zeros in their place")
+    run = TinyRun(masked, tokens)
+    wanted = TinyRun(tiny, tokens)()
+    _check_equal(run, wanted, run(), "with units removed as with zeros in their place")
     adopt_config(tiny)
     bars = patch_attr(transformers_logging, "_tqdm_active", False)  # they would speak of it as of the user's model
     with tempfile.TemporaryDirectory() as folder, bars:
         tiny.save_pretrained(folder)
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
-    _check_equal(run(loaded.eval()), wanted, "loaded as before it was saved")
+    _check_equal(run, TinyRun(loaded.eval(), tokens)(), wanted, "loaded as before it was saved")
     try:
-        cached = _run_cached(masked, tokens)
+        cached = (run := TinyRun(masked, tokens, _run_cached))()
     except Exception as error:  # stock code that keeps no cache of such a call
         logger.debug(f"{type(masked).__name__} does not run with a cache: {error}")
         return
-    _check_equal(_run_cached(loaded, tokens), cached, "with a cache as the dense model with zeros")
+    _check_equal(run, _run_cached(loaded, tokens), cached, "with a cache as the dense model with zeros")
 
 
 def _run_cached(model: Any, tokens: Tensor) -> Tensor:
@@ -135,10 +134,10 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
         rows = range(len(batch["input_ids"]))
         found = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])
         wanted = model(**batch, use_cache=False).logits
-        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        _check_equal(found[kept], wanted[kept], "layer by layer as whole")
+        kept = mark_tokens(batch)
+        _check_equal(TinyRun(model, batch["input_ids"]), found[kept], wanted[kept], "layer by layer as whole")
 
 
-def _check_equal(found: Tensor, wanted: Tensor, when: str) -> None:
-    if difference := describe_difference(found, wanted):
+def _check_equal(run: TinyRun, found: Tensor, wanted: Tensor, when: str) -> None:
+    if difference := run.describe_difference(found, wanted):
         raise ValueError(f"it must give the same logits {when}, got a difference of {difference}.")

@@ -165,6 +165,12 @@ def list_tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def mark_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mask of a batch's tokens that are not padding, shape [batch, sequence], bool."""
+    mask = batch.get("attention_mask")
+    return (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
+
+
 def find_tokens(mask: Tensor | None) -> Tensor | None:
     """Return the flat indices of a batch's tokens that are not padding, shape [kept], int64, on the host; None where all are.
 

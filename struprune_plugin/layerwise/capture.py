@@ -59,7 +59,7 @@ class Seen:
             residual = residual + group.join.scale * self.outputs[group.join.parallel]
         return Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
 
-    def add_sum(self, group: UnitGroup) -> Tensor:
+    def read_sum(self, group: UnitGroup) -> Tensor:
         """Return the residual stream after the sum of a group's experts, in units of the sum, shape [tokens, d], float32.
 
         A layer's own output is rounded to its dtype, which hides small errors where some channels of the stream are large.
@@ -185,7 +185,7 @@ class Visit:
     """Inputs of one group's module on one micro-batch, and the target of its consumer.
 
     :param source: inputs of the producing linears, shape [tokens, d]; empty for an expert
-    :param inputs: inputs of the consuming linear, shape [tokens, n]
+    :param inputs: inputs of the consuming linear, shape [tokens, n], in the module's order, see :meth:`UnitGroup.to_unit_order`
     :param target: target output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are not padding
     :param counts: for an expert, the number of rows of every sequence; its rows are tokens that count, in their order

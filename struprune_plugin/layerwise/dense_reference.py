@@ -75,7 +75,7 @@ class DenseReference:
                 wanted = wanted + _read_residual(group, stream) if self._is_residual(group) else wanted
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None:
-            self._wanted[mixture.join.block, index] = self._context.park(seen.add_sum(mixture))
+            self._wanted[mixture.join.block, index] = self._context.park(seen.read_sum(mixture))
 
     def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
         """Return a consumer's target, the same at every visit of a group; a ``local`` target is its output at the first one.
@@ -103,7 +103,7 @@ class DenseReference:
         """
         if not self._repairs(group):
             return None
-        key, now = (group.name, index), seen.add_sum(group)
+        key, now = (group.name, index), seen.read_sum(group)
         if key in self._asked:
             return Repair.of(self._context.to_device(self._asked[key], now.device), now)
         wanted = self._context.to_device(self._wanted[group.join.block, index], now.device)

@@ -61,7 +61,7 @@ def stream_layers(
     :param propagates: whether a layer runs again once it has been changed, and so the next one sees its outputs
     """
     flows = enter_batches(model, batches, context)
-    for index, name, layer, following in tqdm(list(list_visits(model)), desc=progress, disable=not progress):
+    for index, name, layer, following in tqdm(list(walk_layers(model)), desc=progress, disable=not progress):
         with context.hold(layer, following):
             yield LayerStep(index, name, layer, flows)
             for flow in flows if propagates else ():
@@ -70,7 +70,7 @@ def stream_layers(
                 flow.forget(index, context)
 
 
-def list_visits(
+def walk_layers(
     model: PreTrainedModel, backward: bool = False
 ) -> Iterator[tuple[int, str, nn.Module, nn.Module | None]]:
     """Yield (index, name, layer, following layer) of the decoder layers in the order of a pass."""

@@ -138,7 +138,7 @@ class LayerStatistics:
         self._sums: dict[str, GroupSums] = {}  # of groups whose moments are being gathered
 
     def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States | None:
-        """Run a layer on one batch, on the dense path, too, and add its first group to the moments.
+        """Run a layer on one batch, on the dense path, too, and add its first group to the moments; all, if layers do not change.
 
         :return: output states; None where the layer runs again once it is changed
         """

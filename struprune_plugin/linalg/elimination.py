@@ -73,7 +73,7 @@ def eliminate_units(
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the current
     least-squares weights; then W and H^-1 are downdated. The bias always stays. With a 32nd of the units in a panel, real FFNs
     end within two parts in a thousand of the error of one unit at a time. Many units are removed in float32.
-    Source: method.md section 3, ``obs`` (twice its value: an increase of the sum of squares, without the half).
+    Source: method.md section 3, ``obs``.
 
     :param damped: of one linear, or of several of one shape, which are worked on together
     :param num_blocks: as in :func:`order_units`

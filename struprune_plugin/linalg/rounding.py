@@ -14,7 +14,7 @@ class GroupSize:
     :param kind: attention, FFN, …; groups of one kind are allocated together
     :param unit_cost: parameters that one unit frees
     :param step: kept counts are multiples of it
-    :param members: names of the tied groups that this one represents, each with the number of its units per unit here; costs
+    :param tied: names of the tied groups that this one represents, each with the number of its units per unit here; costs
         are summed; empty for a single group
     """
 
@@ -23,7 +23,12 @@ class GroupSize:
     num_units: int
     unit_cost: int
     step: int
-    members: tuple[tuple[str, int], ...] = ()
+    tied: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """The groups that it stands for: itself, or those that are tied, each with the number of its units per unit here."""
+        return self.tied or ((self.name, 1),)
 
     @property
     def num_parameters(self) -> int:
@@ -37,11 +42,7 @@ class GroupSize:
 
 def expand_counts(groups: Sequence[GroupSize], counts: Sequence[int]) -> dict[str, int]:
     """Return kept counts by the name of every group."""
-    return {
-        name: count * factor
-        for group, count in zip(groups, counts, strict=True)
-        for name, factor in group.members or ((group.name, 1),)
-    }
+    return {name: count * factor for group, count in zip(groups, counts, strict=True) for name, factor in group.members}
 
 
 def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity: float) -> float:

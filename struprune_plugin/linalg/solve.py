@@ -1,7 +1,8 @@
 """Least-squares solves of the remaining weights, from second moments alone; legend as in ``second_moments.py``.
 
 Moments of several linears of one shape, as of a mixture's experts, have a first dimension more, and are solved together.
-Every solve works on ``damped`` moments (:func:`damp_moments`), in float64; ``where`` names the linear, or every one, in errors.
+Every solve works on ``damped`` moments (:func:`damp_moments`): final weights in float64, choices of units and dampings may use
+float32. ``where`` names the linear, or every one, in errors.
 """
 
 from __future__ import annotations
@@ -41,11 +42,9 @@ def damp_moments(
     """Return moments damped towards the given weights, with strength ``lambda = damping * mean(diag H)``.
 
     They are ``H + lambda I``, ``C + lambda W`` and ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped, in float64. The minimiser
-    of the damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2``.
-    Differs from the source: method.md section 6 damps towards zero, which shrinks every solve; damped towards the dense
-    weights, an unpruned layer with a local target stays unchanged.
+    of the damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2`` (method.md section 6).
 
-    :param weight: dense weights, shape [..., d, n + 1], float64, bias last
+    :param weight: present weights, shape [..., d, n + 1], float64, bias last
     :param damping: at least 0, of all linears, or of each, shape [...]
     :param has_bias: False for a linear without bias: every solve then gives a bias of 0
     """

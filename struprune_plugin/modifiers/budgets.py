@@ -206,7 +206,7 @@ def _find_limit(
     table = read_table(str(modifier.budget.costs), model)
     by_name, costs = {group.name: group for group in groups}, []
     for size in sizes:
-        members = [(by_name[name], factor) for name, factor in size.members or ((size.name, 1),)]
+        members = [(by_name[name], factor) for name, factor in size.members]
         costs.append(torch.stack([table.list_costs(model, group)[::factor] for group, factor in members]).sum(0))
     return Limit(costs, table.dense / (modifier.budget.speedup or 1.0) - table.rest), table
 

@@ -15,7 +15,7 @@ from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.units import AttentionUnit, find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
@@ -123,9 +123,9 @@ class StructuredModifier(StageModifier):
     budget: BudgetConfig | None = None
     targets: Annotated[Patterns, Field(min_length=1)] = Field(default_factory=lambda: ["re:.*"])
     ignore: Patterns = Field(default_factory=list)
-    attention_unit: Annotated[
-        Literal["head", "value_channels", "none"], BeforeValidator(lambda v: "value_channels" if v == "vo" else v)
-    ] = "value_channels"
+    attention_unit: Annotated[AttentionUnit, BeforeValidator(lambda v: "value_channels" if v == "vo" else v)] = (
+        "value_channels"
+    )
     prune_ffn: bool = True
     experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
     width_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -163,8 +163,8 @@ class StructuredModifier(StageModifier):
         self.model_fields_set.intersection_update(given)
         return self
 
-    def find_groups(self, model: nn.Module) -> list[UnitGroup]:
-        """Return the groups that the recipe selects; linears with transposed weights (GPT-2) are converted first."""
+    def prepare_groups(self, model: nn.Module) -> list[UnitGroup]:
+        """Return the groups that the recipe selects; transposed linears (GPT-2) are converted and experts split in place first."""
         replace_conv1d(model)
         check_attention_unit(model, self.attention_unit)  # type: ignore[arg-type]
         if self.experts is not None and find_structure(model).has_experts:

@@ -90,7 +90,7 @@ def _list_bytes(parts: Mapping[str, int]) -> str:
 
 def count_needs(model: PreTrainedModel, modifier: StructuredModifier, work: Workload) -> Needs:
     """Return the bytes that a run needs, from shapes and measured units alone."""
-    groups = modifier.find_groups(model)
+    groups = modifier.prepare_groups(model)
     hidden: int = model.config.get_text_config(decoder=True).hidden_size
     item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0

@@ -99,7 +99,7 @@ class StruPruneModifier(StructuredModifier):
         wrap_save(state.model, partial(write_manifest, self._finish(state.model)))
         return True
 
-    def find_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
+    def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
-        groups = super().find_groups(model)
+        groups = super().prepare_groups(model)
         return select_uniform(self, model, groups) if self.output == "uniform" else groups

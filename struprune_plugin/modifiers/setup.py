@@ -58,7 +58,7 @@ class RunSetup:
         model: PreTrainedModel,
     ) -> manifest.Manifest:
         """Give the pruned model its configuration and class; return the manifest of the run."""
-        _tell_lost_experts(model, self.groups)
+        _set_num_experts(model, self.groups)
         finish_model(model, self.uniform)
         experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
@@ -114,7 +114,7 @@ def prepare_run(
             "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
             "Add sparsity to the recipe."
         )
-    groups = modifier.find_groups(model)
+    groups = modifier.prepare_groups(model)
     if uniform:
         checks.check_uniform(modifier, model, later, groups[0].num_units)
     whole = _find_whole(modifier, model, groups)
@@ -166,7 +166,7 @@ def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequ
     return [group for group in beside if (group.layer_name, group.join.block) in lists]
 
 
-def _tell_lost_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+def _set_num_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
     """Set the configuration's number of experts to those that are left: the pruned class is built with it. A later modifier (REAP)
     sets the number itself only afterwards.
     """

@@ -187,10 +187,9 @@ class ADMMRun:
             names = [f"{self.group.layer_name}.{name}" for name in names]
             solved = admm_ffn.solve_ridge(moments, pull, self.damping, self.module.has_bias, names)
             weights = [weight.float() for weight in solved]
-        has_z = (
-            not self.group.unit.is_ffn and settings.attention_method == 1
-        )  # its term, of the weights before the step, is
-        measured = used if has_z else weights  # that of queries and keys, which come first
+        # the term of z, of the weights before the step, is that of queries and keys, which come first
+        has_z = not self.group.unit.is_ffn and settings.attention_method == 1
+        measured = used if has_z else weights
         errors = [float(measure_error(part, weight.double())) for part, weight in zip(moments, measured, strict=True)]
         return list(weights), total + settings.alpha * sum(errors[2 * has_z :])
 
@@ -229,14 +228,15 @@ class ClosedForm(ADMMSettings, Importance):
 
     takes_offload: ClassVar[bool] = False
     aims: ClassVar[bool] = True
+    revisits: ClassVar[bool] = True
     takes_experts: ClassVar[bool] = False
     method: Literal["closed_form"] = "closed_form"
     max_sparsity: float = Field(default=MAX_SPARSITY, gt=0, lt=1)
     as_printed: bool = False
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
         group = problem.group
-        first = score_wanda(problem.moments, dense[:, :-1], columns)
+        first = score_wanda(problem.moments, problem.weight[:, :-1], columns)
         if self.as_printed:
             logger.warning(
                 f"as_printed: {group.name} has no order at Algorithm 1's first step, where every score is 1 (R4); "

@@ -24,8 +24,8 @@ class L0Gates(Importance):
     aims: ClassVar[bool] = True
     method: Literal["l0"] = "l0"
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
-        return score_l0(problem.damped, dense, columns, retention=1 - problem.sparsity)
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
+        return score_l0(problem.damped, problem.weight, columns, retention=1 - problem.sparsity)
 
 
 def score_l0(damped: SecondMoments, weight: Tensor, unit_columns: Tensor, retention: float) -> Tensor:

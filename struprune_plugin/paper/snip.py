@@ -34,7 +34,7 @@ class SNIP(Importance):
     takes_offload: ClassVar[bool] = False
     method: Literal["snip"] = "snip"
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
         return problem.module.context.to_solver(problem.sensitivity.saliency[problem.group.name])
 
     def measure(

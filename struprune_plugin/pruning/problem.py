@@ -37,7 +37,7 @@ class GroupProblem:
 
     :param module: the group in its layer, which is not changed
     :param gathered: moments of the consumer's inputs and targets
-    :param dense: the consumer's present weights, shape [d, n + 1], float64
+    :param weight: the consumer's present weights, shape [d, n + 1], float64
     :param damped: moments of all sequences, damped towards these weights
     :param sparsity: sparsity asked of the whole model
     :param dampening_frac: dampening of every solve but the closing one
@@ -45,7 +45,7 @@ class GroupProblem:
 
     module: ModuleView
     gathered: GroupMoments
-    dense: Tensor
+    weight: Tensor
     damped: SecondMoments
     sensitivity: Sensitivity
     sparsity: float
@@ -61,10 +61,12 @@ class GroupProblem:
         sparsity: float = 0.0,
     ) -> list[GroupProblem]:
         """Return the problems of a module, or of experts of one shape, in their present state."""
-        dense = stack([module.read_weights() for module in modules])
-        damped = damp_moments(stack_moments([own.all for own in gathered]), dense, dampening_frac, modules[0].has_bias)
+        weights = stack([module.read_weights() for module in modules])
+        damped = damp_moments(
+            stack_moments([own.all for own in gathered]), weights, dampening_frac, modules[0].has_bias
+        )
         common = sensitivity or Sensitivity(), sparsity, dampening_frac
-        parts = zip(modules, gathered, dense, unstack_moments(damped), strict=True)
+        parts = zip(modules, gathered, weights, unstack_moments(damped), strict=True)
         return [cls(*part, *common) for part in parts]
 
     @property
@@ -86,8 +88,8 @@ class GroupProblem:
         copies, held = self.group.columns_per_unit, self.gathered.held
         rotated = None if held is None else rotate_moments(held, basis, copies)
         gathered = replace(self.gathered, all=rotate_moments(self.moments, basis, copies), held=rotated)
-        damped, dense = rotate_moments(self.damped, basis, copies), rotate_columns(self.dense, basis, copies)
-        return replace(self, gathered=gathered, damped=damped, dense=dense)
+        damped, weight = rotate_moments(self.damped, basis, copies), rotate_columns(self.weight, basis, copies)
+        return replace(self, gathered=gathered, damped=damped, weight=weight)
 
 
 def weigh_problems(problems: Sequence[GroupProblem]) -> SecondMoments:
@@ -96,4 +98,4 @@ def weigh_problems(problems: Sequence[GroupProblem]) -> SecondMoments:
     root = first.sensitivity.fisher_sqrt.get(first.group.output_name)
     if root is None:
         return damped
-    return weigh_outputs(damped, first.module.context.to_solver(root), stack([problem.dense for problem in problems]))
+    return weigh_outputs(damped, first.module.context.to_solver(root), stack([problem.weight for problem in problems]))

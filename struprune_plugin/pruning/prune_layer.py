@@ -88,7 +88,7 @@ class Pruner:
             changes=True,
             hold_out=config.chooses_dampening,
             num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
-            revisits=config.weight_update.refines or config.importance.aims,
+            revisits=config.weight_update.refines or config.importance.revisits,
         )
         records, changed, resumes = list[GroupRecord](), False, store is not None
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
@@ -166,7 +166,7 @@ class Pruner:
 
     def solve(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
         """Damp the moments, rank the units, keep the last and solve the weights anew; parameters as in :meth:`decide`."""
-        config, (num_keep,) = self.config, {self.plan.kept[module.group.name] for module in modules}
+        config, num_keep = self.config, self.plan.kept[modules[0].group.name]  # the same for all
         problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
         keep, basis = select_units(problems, num_keep, config)
         kept, producers = self.context.to_host(keep), dict[str, Tensor]()

@@ -29,9 +29,9 @@ def solve_groups(
     :param updates: whether the remaining weights are re-solved at all
     """
     group, gathered, has_bias = problems[0].group, problems[0].gathered, problems[0].module.has_bias
-    moments, dense = stack_moments([problem.moments for problem in problems]), stack([p.dense for p in problems])
+    moments, present = stack_moments([problem.moments for problem in problems]), stack([p.weight for p in problems])
     columns = unit_columns(keep, group.columns_per_unit)
-    deleted = take_columns(dense, with_bias_index(columns, group.num_columns))
+    deleted = take_columns(present, with_bias_index(columns, group.num_columns))
     weight, dampings = deleted, [config.dampening_frac] * len(problems)
     condition = scale = [None] * len(problems)
     if config.weight_update.solves and updates and not gathered.determines:
@@ -42,8 +42,8 @@ def solve_groups(
             damped = stack_moments([problem.damped for problem in problems])
         else:
             held = stack_moments([problem.gathered.held for problem in problems if problem.gathered.held])
-            dampings = choose_damping(moments, held, dense, columns, has_bias)
-            damped = damp_moments(moments, dense, dense.new_tensor(dampings), has_bias)
+            dampings = choose_damping(moments, held, present, columns, has_bias)
+            damped = damp_moments(moments, present, present.new_tensor(dampings), has_bias)
         weight, high = solve_kept_weights(damped, columns, [problem.group.name for problem in problems])
         condition = high.tolist()
     energy = moments.target_energy.clamp(min=1e-300)
@@ -67,7 +67,7 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
     gathered = module.statistics.collect_moments(module.layer, [sliced.group], f"{module.group.name} closing")
     with module.context.solving():
         problems = GroupProblem.pose([sliced], gathered, config.dampening_frac)  # damped towards the refined weights
-        everything = torch.arange(len(keep), device=problems[0].dense.device)
+        everything = torch.arange(len(keep), device=problems[0].weight.device)
         ((closing, record),) = solve_groups(problems, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
     return ADMMRecord(refined.objective, record.error_after)

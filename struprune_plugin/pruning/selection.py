@@ -51,7 +51,7 @@ def rank_units(problems: Sequence[GroupProblem], config: PruningConfig, num_remo
     """Return the order of removal of at least ``num_remove`` units of every group: of one, or of experts of one shape."""
     group = problems[0].group
     if not (config.rotate_values and group.rotates and config.importance.eliminates and config.weight_update.solves):
-        return [RankedUnits(*found) for found in config.importance.rank(problems, num_remove)]
+        return config.importance.rank(problems, num_remove)
     return [
         find_directions(problem.weighed, group.num_blocks, group.columns_per_unit, problem.group.name)
         for problem in problems
@@ -64,6 +64,6 @@ def select_units(
     """Return the sorted kept units, shape [groups, kept], int64, and the basis to which they refer; None without rotation."""
     num_units = problems[0].group.num_units
     if num_keep == num_units:
-        return torch.arange(num_keep, device=problems[0].dense.device).expand(len(problems), -1), None
+        return torch.arange(num_keep, device=problems[0].weight.device).expand(len(problems), -1), None
     ranked = rank_units(problems, config, num_units - num_keep)
     return keep_last(stack([units.order for units in ranked]), num_units, num_keep), ranked[0].basis

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.pytorch_utils import Conv1D
 
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
-from struprune_plugin.layerwise.passes import list_visits
+from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage.registry import Config, Patterns
@@ -234,7 +234,7 @@ class AdapterTraining:
         """
         flows = self._run_layers(samples)
         loss = self._run_heads(flows, learns=True)
-        for index, _, layer, following in list_visits(self.model, backward=True):
+        for index, _, layer, following in walk_layers(self.model, backward=True):
             with self.context.hold(layer, following):
                 for flow in flows:
                     flow.turn_back(index, layer, self.context)
@@ -250,7 +250,7 @@ class AdapterTraining:
         """Return micro-batches of samples after all layers; their calls hold the layers' inputs, on the host."""
         batches = [{"input_ids": batch} for batch in make_micro_batches(samples, self.micro_size)]
         flows = enter_batches(self.model, batches, self.context)
-        for index, _, layer, following in list_visits(self.model):
+        for index, _, layer, following in walk_layers(self.model):
             with torch.no_grad(), self.context.hold(layer, following):
                 for flow in flows:
                     flow.advance(index, layer, self.context)

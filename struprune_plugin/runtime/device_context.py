@@ -68,15 +68,15 @@ class DeviceContext:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the host, without its graph; waits for the device."""
-        if self._buffers.hold(tensor):
+        if self._buffers.owns(tensor):
             self._buffers.wait()
         return tensor.detach().cpu()
 
-    def to_device(self, tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor on the execution device."""
-        if device.type != "cpu" and self._buffers.hold(tensor):
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor on a device."""
+        if device.type != "cpu" and self._buffers.owns(tensor):
             tensor = self._buffers.read(tensor, device)
-        return tensor.to(device, dtype)
+        return tensor.to(device)
 
     def to_solver(self, tensor: Tensor) -> Tensor:
         """Return a tensor, without its graph, where systems are solved: on the host with ``offload``, else on the device."""

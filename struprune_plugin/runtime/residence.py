@@ -65,13 +65,13 @@ class HostBuffers:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def hold(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor on the host is in one of the buffers."""
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._known
 
     def release(self, held: Tensor) -> None:
         """Let a buffer be written again."""
-        if self.hold(held):
+        if self.owns(held):
             self._free[held.nbytes].append(torch.empty(0, dtype=torch.uint8).set_(held.untyped_storage()))
 
     def allocate(self, size: int) -> Tensor:

@@ -86,7 +86,7 @@ class AllocationRecord:
     searched: list[dict[str, float]] | None = _optional(default=None)  # every temperature with its error
     importance: dict[str, float] | None = _optional(default=None)  # by group
     retention: dict[str, float] | None = _optional(default=None)  # mean of Lemma 1's scores, by group
-    error: float | None = _optional(default=None)  # sum of all error curves at the kept counts
+    error: float | None = _optional(default=None)  # sum of all error curves at the counts of the rule's own plan
     sensitivity: str | None = _optional(default=None)  # weight of the errors
     tried: dict[str, float] | None = _optional(default=None)  # KL divergence of every plan, in nats per token
     taken: str | None = _optional(default=None)  # name of the plan that was used

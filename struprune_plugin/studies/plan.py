@@ -63,7 +63,7 @@ def plan_run(
     modifier: Any = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
     if modifier is None or not stages:
         raise ValueError("recipe: must have a StruPruneModifier with a sparsity or a budget. Pass --sparsity.")
-    later, groups = [*modifiers][modifiers.index(modifier) + 1 :], modifier.find_groups(model)
+    later, groups = [*modifiers][modifiers.index(modifier) + 1 :], modifier.prepare_groups(model)
     roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     mixture = budgets.find_mixture(modifier, model, groups)
     sizes, budget = budgets.find_budget(stages[-1], model, groups, roundings, mixture)

@@ -63,13 +63,19 @@ def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:
                 f"--output: {folder} must be empty, absent or the folder of an earlier sweep. Choose another folder."
             )
         return {}
-    record = json.loads(file.read_text(encoding="utf-8"))
-    changed = [name for name in settings if record["settings"].get(name) != settings[name]]
-    if changed and record["scores"]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        changed, scores = (
+            [name for name in settings if record["settings"].get(name) != settings[name]],
+            record["scores"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--output: {file} must be a sweep's record, it is damaged ({error!r}). Remove it.") from None
+    if changed and scores:
         raise ValueError(
             f"--output: {folder} holds a sweep with another {', '.join(changed)}, which cannot be continued. Choose another folder."
         )
-    return record["scores"]
+    return scores
 
 
 def pick_point(scores: Mapping[str, Score], most: float) -> str:

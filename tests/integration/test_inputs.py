@@ -298,7 +298,7 @@ def test_too_little_text_is_refused_before_calibration(llama, tmp_path, capsys, 
     few = r"must have at least 45 calibration tokens \(one per input and one for the bias\), got {} in {} sequences"
     ids = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 2})
     monkeypatch.setattr(Pruner, "prune_model", None)
-    for data, samples, found in ((str(DEMO_CALIBRATION), 1, (32, 1)), (ids, 8, (6, 2)), ("self", 1, (32, 1))):
+    for data, samples, found in ((str(DEMO_CALIBRATION), 1, (32, 1)), (ids, 8, (6, 2))):
         with pytest.raises(ValueError, match=few.format(*found)):
             run(llama, dataset=data, num_calibration_samples=samples, max_seq_length=32)
     command = ["prune", str(llama), "--recipe", "struprune", "--output", str(tmp_path / "out"), "--quiet"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, m
 from struprune_plugin.model.structure.joins import match_streams, record_streams
 from struprune_plugin.model.structure.layout import ExpertsLayout, Join, LayerLayout
 from struprune_plugin.model.structure.locate import list_linears
-from struprune_plugin.model.structure.tiny import describe_difference
+from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.model.structure.units import read_units
 
@@ -27,13 +27,13 @@ def find_experts(
     kinds: Sequence[Measured],
     layouts: Sequence[LayerLayout],
     length: int,
-    run: Callable[[], Tensor],
+    run: TinyRun,
 ) -> list[LayerLayout]:
     """Return the layouts of the kinds of layers, measured on ``length`` tokens, with their experts, which are split in place."""
     wanted = run()
     try:
         take_apart(model)
-        difference = describe_difference(run(), wanted)
+        difference = run.describe_difference(run(), wanted)
     except Exception as error:  # any error of llm-compressor on a class that it supports wrongly
         problem = f"llm-compressor cannot split the experts into linears ({type(error).__name__})"
         return [replace(layout, left={**layout.left, "experts": problem}) for layout in layouts]
@@ -55,7 +55,7 @@ def find_experts(
     return found
 
 
-def _find_units(kind: Measured, length: int, name: str, members: Any, run: Callable[[], Tensor]) -> ExpertsLayout:
+def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyRun) -> ExpertsLayout:
     """Return the layout of the experts of one kind of layer; ValueError where they have no removable channels."""
     width: Any = next(iter(list_linears(members[0]).values())).in_features
     tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from struprune_plugin.model.structure.expert_units import find_experts
 from struprune_plugin.model.structure.joins import find_joins
 from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Structure
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
-from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class, prove_once
-from struprune_plugin.model.structure.trial_removal import find_flaw, mixes
+from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, find_class, prove_once
+from struprune_plugin.model.structure.trial_removal import find_flaw, survives_mixing
 from struprune_plugin.model.structure.units import is_plain, list_channel_rows, read_units
 
 _TOKENS = 24
@@ -65,13 +65,11 @@ def _measure_structure(model: Any) -> Structure:
     path = locate_layers(model)
     layers = list(model.get_submodule(path).children())
     tokens = draw_tokens(model.config, 1, _TOKENS)
+    run = TinyRun(model, tokens)
     calls = _record_calls(model, path, tokens.expand(COPIES, -1))
     kinds: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault(_describe_kind(layer), []).append(index)
-
-    def run() -> Tensor:
-        return model(input_ids=tokens, use_cache=False).logits
 
     counts = Counter(identity for layer in layers for identity in {id(p) for p in layer.parameters()})
     shared = {identity for identity, count in counts.items() if count > 1}
@@ -97,7 +95,7 @@ def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
     return calls
 
 
-def _find_units(measured: Measured, shared: set[int], run: Callable[[], Tensor]) -> LayerLayout:
+def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayout:
     """Return the proved units of a kind of layer, with their joins; ``shared`` are ids of parameters that several layers share."""
     layout = read_units(measured)
     modules: list[AttentionLayout | FFNLayout] = [*([layout.attention] if layout.attention else []), *layout.ffns]
@@ -127,9 +125,7 @@ def _find_units(measured: Measured, shared: set[int], run: Callable[[], Tensor])
     return LayerLayout(attention, tuple(module for module in proved if isinstance(module, FFNLayout)), left)
 
 
-def _prove_attention(
-    attention: AttentionLayout, measured: Measured, run: Callable[[], Tensor]
-) -> tuple[str, AttentionLayout]:
+def _prove_attention(attention: AttentionLayout, measured: Measured, run: TinyRun) -> tuple[str, AttentionLayout]:
     """Return why channels of attention cannot be removed, empty where they can, and the layout with its proved properties."""
     layers, width = measured.layers, getattr(measured.layer.get_submodule(attention.module), attention.width_name)
     channels = torch.arange(measured.inputs[attention.output].shape[-1])
@@ -137,9 +133,9 @@ def _prove_attention(
     if flaw := find_flaw(layers, attention.output, reached, channels % width % 3 == 0, run, slices=False):
         return flaw, attention
     rows, eye = list_channel_rows(measured, attention, width), torch.eye(width)
-    if not mixes(layers, attention.output, rows, eye.roll(1, 0), run):
+    if not survives_mixing(layers, attention.output, rows, eye.roll(1, 0), run):
         return "the channels of a head cannot be exchanged", attention
-    rotates = attention.rotates and mixes(layers, attention.output, rows, eye - 2 / width, run)
+    rotates = attention.rotates and survives_mixing(layers, attention.output, rows, eye - 2 / width, run)
     blocks = next(len(heads) for _, part, heads in rows if part == "value")
     first = channels < len(channels) // blocks
     fits = attention.has_heads and (

@@ -143,7 +143,7 @@ def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     pack_experts(wide)
     narrow.load_state_dict(wide.state_dict())
     wanted = narrow(input_ids=tokens, use_cache=False).logits
-    if difference := tiny.describe_difference(found, wanted):
+    if difference := tiny.TinyRun(narrow, tokens).describe_difference(found, wanted):
         raise ValueError(
             f"removing experts gives other logits than a configuration with fewer experts, by {difference}"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocabulary, shrink_config, walk_parts
 
-_CLOSE = 1e-5  # relative to the largest logit: a larger difference is no rounding
+_CLOSE = 1e-5  # relative to the largest logit
+_LAST_BIT = 2**-23
 _LABELS = "_name_or_path architectures auto_map disable_custom_kernels dtype transformers_version use_cache"
 _PROVED: dict[str, Any] = {}
 
@@ -32,10 +35,33 @@ def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callab
     return _PROVED[key]
 
 
-def describe_difference(found: Tensor, wanted: Tensor) -> str:
-    """Return how much the logits of two tiny models differ; empty where they are the same up to rounding, in float32."""
-    difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
-    return "" if difference <= _CLOSE * largest else f"{difference / (largest or 1):.1e} of the largest"
+@dataclass(frozen=True)
+class TinyRun:
+    """Run of a tiny model, in float32, whose logits are compared after a change that must not matter.
+
+    :param forward: returns the logits of a model and tokens
+    """
+
+    model: Any
+    tokens: Tensor
+    forward: Callable[[Any, Tensor], Tensor] = lambda model, tokens: model(input_ids=tokens, use_cache=False).logits
+
+    def __call__(self) -> Tensor:
+        return self.forward(self.model, self.tokens)
+
+    @torch.no_grad()
+    def describe_difference(self, found: Tensor, wanted: Tensor) -> str:
+        """Return how much logits differ; empty where rounding explains it: up to 1e-5 of the largest, or up to a hundredth of it
+        and ten times what a last bit of every weight changes, which states handed on from token to token amplify."""
+        difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+        if difference <= _CLOSE * largest:
+            return ""
+        other, generator = deepcopy(self.model), torch.Generator().manual_seed(0)
+        for parameter in other.parameters():
+            parameter.mul_(1 + _LAST_BIT * torch.randn(parameter.shape, generator=generator))
+        rounding = float((self.forward(other, self.tokens) - self()).abs().max())
+        is_rounding = difference <= min(10 * rounding, 0.01 * largest)
+        return "" if is_rounding else f"{difference / (largest or 1):.1e} of the largest"
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:
@@ -105,15 +131,23 @@ def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0)
 
 
 @torch.no_grad()
-def _vary(model: nn.Module) -> None:
-    """Redraw the weights of linears and similar modules at unit scale; add a little noise to other parameters."""
-    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+def _vary(model: Any) -> None:
+    """Redraw the weights of linears and similar modules at unit scale; add a little noise to other parameters.
+
+    The deeper a model, the smaller the scale: else many layers amplify rounding beyond every tolerance.
+    """
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or 1
+    scale = min((8 / depth) ** (1 / 3), 1.0)
+    linears, embeddings = (
+        {id(module.weight) for module in model.modules() if isinstance(module, kind)}
+        for kind in (nn.Linear, nn.Embedding)
+    )
     for parameter in model.parameters():
         if parameter.is_floating_point():
             noise, values = torch.randn_like(parameter), parameter.nan_to_num(0.0)
             if id(parameter) in linears or (parameter.dim() > 1 and _is_random(values)):
                 fan_in = max(parameter.shape[1:]) if parameter.dim() in (2, 3) else parameter[0].numel()
-                parameter.copy_(noise / fan_in**0.5)
+                parameter.copy_((1.0 if id(parameter) in embeddings else scale) * noise / fan_in**0.5)
             else:
                 parameter.copy_(values + 0.1 * noise)
     saved = model.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.model.structure.layout import Part
 from struprune_plugin.model.structure.locate import scale_counts
-from struprune_plugin.model.structure.tiny import describe_difference
+from struprune_plugin.model.structure.tiny import TinyRun
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def find_flaw(
     consumer: str,
     reached: Mapping[str, Tensor],
     gone: Tensor,
-    run: Callable[[], Tensor],
+    run: TinyRun,
     heads: tuple[str, int] | None = None,
     slices: bool = True,
 ) -> str:
@@ -31,7 +31,6 @@ def find_flaw(
     :param consumer: the linear that loses columns
     :param reached: by producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
     :param gone: whether a column goes, shape [columns], bool
-    :param run: returns the model's logits
     :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
     :param slices: whether the module is also run with sliced linears
     """
@@ -46,7 +45,7 @@ def find_flaw(
                 _view(linear)[lost] = 0
                 if linear.bias is not None:
                     linear.bias.data[lost] = 0
-        if describe_difference(run(), wanted):
+        if run.describe_difference(run(), wanted):
             return "other modules read its rows, too"
         if not slices:
             return ""
@@ -57,19 +56,19 @@ def find_flaw(
                     _slice(layer.get_submodule(name), rows=~lost)
                 if heads:
                     scale_counts(layer.get_submodule(heads[0]), heads[1] - 1, heads[1])
-            is_same = not describe_difference(run(), wanted)
+            is_same = not run.describe_difference(run(), wanted)
             return "" if is_same else "removing its rows changes more than zeros in their place do"
         except Exception as error:  # any error of a module that relies on its width
             return f"the module does not run at another width ({type(error).__name__})"
 
 
 @torch.no_grad()
-def mixes(
+def survives_mixing(
     layers: Sequence[nn.Module],
     consumer: str,
     rows: Sequence[tuple[str, Part, Tensor]],
     matrix: Tensor,
-    run: Callable[[], Tensor],
+    run: TinyRun,
 ) -> bool:
     """Return whether a model's logits stay when an orthogonal matrix, shape [width, width], mixes the channels of every head.
 
@@ -89,7 +88,7 @@ def mixes(
                     _view(linear)[head] = matrix @ _view(linear)[head]
                     if linear.bias is not None:
                         linear.bias.data[head] = matrix @ linear.bias.data[head]
-        return not describe_difference(run(), wanted)
+        return not run.describe_difference(run(), wanted)
 
 
 def _view(linear: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Groups of coupled units of every decoder layer.
 
-All code outside ``struprune_plugin.model`` sees the consumer's columns in *unit order*: the columns of one unit are adjacent.
+Moments and weights outside ``struprune_plugin.model`` have the consumer's columns in *unit order*: those of one unit are adjacent.
+Activations have them in the module's order (:meth:`UnitGroup.to_unit_order`).
 """
 
 from __future__ import annotations

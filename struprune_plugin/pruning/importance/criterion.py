@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.linalg.elimination import order_units, unit_columns
+from struprune_plugin.linalg.elimination import RankedUnits, order_units, unit_columns
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.registry import Config, Registry
-
-Order = tuple[Tensor, Tensor]  # removal order of at least the requested units; score of every unit
 
 
 class Importance(Config):
@@ -25,6 +23,7 @@ class Importance(Config):
     :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` computes
     :cvar takes_offload: whether it works with ``offload``
     :cvar aims: whether scores depend on the requested sparsity
+    :cvar revisits: whether it reads activations, by :meth:`ModuleView.visit_batches`
     :cvar takes_experts: whether it ranks channels of experts
     """
 
@@ -32,32 +31,32 @@ class Importance(Config):
     gradients: ClassVar[bool] = False
     takes_offload: ClassVar[bool] = True
     aims: ClassVar[bool] = False
+    revisits: ClassVar[bool] = False
     takes_experts: ClassVar[bool] = True
     method: str
 
-    def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[Order]:
-        """Return the removal order of at least ``num_remove`` units, lowest score first, and every unit's score, by group.
+    def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[RankedUnits]:
+        """Return the units of every group, at least ``num_remove`` of them, lowest score first, and every unit's score.
 
         :param problems: of one group, or of experts of one shape
         """
         return [self._rank_by_score(problem) for problem in problems]
 
-    def _rank_by_score(self, problem: GroupProblem) -> Order:
-        group, dense = problem.group, problem.dense
-        columns = unit_columns(torch.arange(group.num_units, device=dense.device), group.columns_per_unit)
-        scores = self.score(problem, dense, columns.view(group.num_units, -1))
+    def _rank_by_score(self, problem: GroupProblem) -> RankedUnits:
+        group = problem.group
+        columns = unit_columns(torch.arange(group.num_units, device=problem.weight.device), group.columns_per_unit)
+        scores = self.score(problem, columns.view(group.num_units, -1))
         is_finite = bool(scores.isfinite().all())
         if scores.shape != (group.num_units,) or not is_finite:
             raise ValueError(
                 f"importance: {self.method} must give a finite score per unit, shape [{group.num_units}], got shape "
                 f"{[*scores.shape]}{'' if is_finite else ' with NaN or Inf'} for {group.name}. Correct its score()."
             )
-        return order_units(scores, group.num_blocks), scores
+        return RankedUnits(order_units(scores, group.num_blocks), scores)
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
         """Return the score of every unit, shape [units], float64; the units of lowest score go first.
 
-        :param dense: the consumer's weights, shape [d, n + 1], float64, bias last
         :param columns: columns of every unit, shape [units, columns_per_unit], int64
         """
         raise NotImplementedError
@@ -69,7 +68,9 @@ class Importance(Config):
         raise NotImplementedError
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Raise a ValueError if the method is not defined for a model."""
+        """Raise a ValueError if the method is not defined for a model, or not at all."""
+        if type(self).rank is Importance.rank and type(self).score is Importance.score:
+            raise ValueError(f"importance: {self.method} must define score() or rank(), got neither. Add one of them.")
 
 
 IMPORTANCES: Registry[Importance] = Registry(Importance)

@@ -22,10 +22,10 @@ class Magnitude(Importance):
 
     method: Literal["magnitude"] = "magnitude"
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
         group, layer = problem.group, problem.module.layer
         rows = []
         for name in group.producers:
             weight, _ = read_weight(find_linear(layer, name), problem.module.context.to_solver)
             rows.append(sum_rows(group, name, weight.abs().sum(1, dtype=torch.float64)))
-        return sum_columns(dense[:, :-1].abs().sum(0), columns, rows)
+        return sum_columns(problem.weight[:, :-1].abs().sum(0), columns, rows)

@@ -17,8 +17,8 @@ class Wanda(Importance):
 
     method: Literal["wanda"] = "wanda"
 
-    def score(self, problem: GroupProblem, dense: Tensor, columns: Tensor) -> Tensor:
-        return score_wanda(problem.moments, dense[:, :-1], columns)
+    def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
+        return score_wanda(problem.moments, problem.weight[:, :-1], columns)
 
 
 def score_wanda(moments: SecondMoments, weight: Tensor, unit_columns: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def make_statistics(scale=None):
 def test_blocks_are_modules_of_one_kind_in_a_third_of_the_depth():
     blocks = list_blocks(SIZES, LAYERS)
     assert sorted(blocks) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11)]
-    tied = [replace(SIZES[1], members=(("0.ffn", 1), ("1.ffn", 1)))]
+    tied = [replace(SIZES[1], tied=(("0.ffn", 1), ("1.ffn", 1)))]
     assert list_blocks(tied, LAYERS) == []  # one block only: nothing to compare
 
 

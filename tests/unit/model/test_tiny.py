@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from struprune_plugin.model.structure.tiny import build_tiny, find_class, shrink_config
+from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, find_class, shrink_config
 
 TOKENS = torch.randint(4, 100, (1, 12), generator=torch.Generator().manual_seed(0))
 MODELS = {  # type -> what its default configuration leaves open
@@ -112,3 +112,14 @@ def test_a_wrapper_gives_its_text_class_or_itself():
     assert type(model) is kind
     assert model(TOKENS).logits.isfinite().all()
     assert model.config.vision_config.depth == 2
+
+
+def test_rounding_that_a_model_amplifies_is_no_difference():
+    linear = torch.nn.Linear(8, 8, bias=False)
+    for strength, most in ((1.0, 1e-5), (1e4, 1e-2)):
+        run = TinyRun(linear, torch.ones(1, 8), lambda model, tokens, by=strength: torch.sin(by * model(tokens)))
+        logits = run().detach()
+        for difference in (1e-6, 1e-3, 0.1):
+            found = logits + difference * logits.abs().max()
+            assert (run.describe_difference(found, logits) == "") == (difference < most), (strength, difference)
+    assert "1.0e-01 of the largest" in run.describe_difference(1.1 * logits, logits)

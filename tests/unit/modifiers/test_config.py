@@ -67,8 +67,8 @@ class FirstUnits(Importance):
 
     method: Literal["first_units"] = "first_units"
 
-    def score(self, problem, dense, columns):
-        return torch.arange(len(columns), dtype=torch.float64, device=dense.device)
+    def score(self, problem, columns):
+        return torch.arange(len(columns), dtype=torch.float64, device=problem.weight.device)
 
 
 class Faulty(FirstUnits):
@@ -77,14 +77,24 @@ class Faulty(FirstUnits):
     method: Literal["faulty"] = "faulty"
     shape: bool = False
 
-    def score(self, problem, dense, columns):
-        return dense if self.shape else super().score(problem, dense, columns) / 0 * 0
+    def score(self, problem, columns):
+        return problem.weight if self.shape else super().score(problem, columns) / 0 * 0
+
+
+class Unfinished(Importance):
+    """An importance that cannot rank."""
+
+    method: Literal["unfinished"] = "unfinished"
 
 
 def test_what_a_third_partys_score_must_be_is_told(opt, request):
-    request.addfinalizer(lambda: IMPORTANCES.pop("faulty"))
-    IMPORTANCES.register(Faulty)
+    for kind in (Faulty, Unfinished):
+        name = kind.model_fields["method"].default
+        IMPORTANCES.register(kind)
+        request.addfinalizer(lambda name=name: IMPORTANCES.pop(name))
     fields = {"sparsity": 0.2, "attention_unit": "none"}
+    with pytest.raises(ValueError, match=r"unfinished must define score\(\) or rank\(\)"):
+        run_oneshot(str(opt), importance="unfinished", **fields)
     for shape, problem in ((True, r"shape \[40\], got shape \[24, 41\] for"), (False, r"with NaN or Inf for")):
         with pytest.raises(ValueError, match=f"faulty must give a finite score per unit, .*{problem}"):
             run_oneshot(str(opt), importance={"method": "faulty", "shape": shape}, **fields)

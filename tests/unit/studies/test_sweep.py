@@ -65,6 +65,11 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
     assert run(opt, tmp_path) == 2
     assert "must be empty, absent or the folder of an earlier sweep" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    for content in ("{", '{"settings": 1, "scores": {}}'):
+        (tmp_path / "sweep").mkdir(exist_ok=True)
+        (tmp_path / "sweep" / "sweep.json").write_text(content)
+        assert run(opt, tmp_path / "sweep") == 2
+        assert "sweep.json must be a sweep's record, it is damaged" in capsys.readouterr().err
 
 
 def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_path, capsys):

@@ -120,7 +120,7 @@ def _fit_batches(
         item = model.dtype.itemsize
     on_host = _HELD * min(count_parameters(model) * item, psutil.virtual_memory().available)
     each = len(find_decoder_layers(model)) * model.config.get_text_config().hidden_size * item
-    most, taken = context.kept.get("states", on_host) / each, list[dict[str, Tensor]]()
+    most, taken = context.resident.get("states", on_host) / each, list[dict[str, Tensor]]()
     for part in parts:
         if taken and sum(batch["input_ids"].numel() for batch in [part, *taken]) > most:
             yield taken

@@ -94,7 +94,7 @@ class Planner:
         recipe, context = self.recipe, self.context
         hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
-        keeps = keeps and all(gather("moments" in context.kept or curves.can_keep_moments(groups, hidden_size)))
+        keeps = keeps and all(gather("moments" in context.resident or curves.can_keep_moments(groups, hidden_size)))
         measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
         return measurer.measure(fit, groups, keeps)
 

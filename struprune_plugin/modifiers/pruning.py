@@ -83,7 +83,7 @@ class StruPruneModifier(StructuredModifier):
             setup = self._setup = prepare_run(self, model, state.data.calib, self._stages, self.output == "uniform")
         assert setup is not None
         with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
-            context.kept = keep_on_device(model, self, setup.batches)
+            context.resident = keep_on_device(model, self, setup.batches)
             plan, sensitivity = Planner(self, setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)

@@ -28,13 +28,13 @@ class DeviceContext:
 
     :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
         layer's weights, which are fetched ahead
-    :ivar kept: bytes that stay on the device between the layers, by what they hold
+    :ivar resident: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
 
     def __init__(self, offload: bool = False):
         self.offload = offload
-        self.kept: Mapping[str, int] = {}
+        self.resident: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()
         self._open: list[StageRecord] = []
@@ -58,7 +58,7 @@ class DeviceContext:
 
         :param what: ``states``, ``fisher`` or ``moments``; any other kind goes to the host
         """
-        if what in self.kept:
+        if what in self.resident:
             return tensor.detach()
         return self.to_host(tensor) if tensor.device.type == "cpu" else self._buffers.write(tensor.detach())
 

@@ -114,7 +114,7 @@ def _list_units(model: nn.Module) -> dict[str, list[int]]:
         if layout.experts is not None:
             experts: Any = layer.get_submodule(layout.experts.module)
             told.append(f"{layout.experts.module}: channels of {experts.num_experts} experts")
-        told += [f"{linear} stays whole: {reason}" for linear, reason in layout.left.items()]
+        told += [f"{linear} stays whole: {reason}" for linear, reason in layout.unprunable.items()]
         for line in told or ["nothing can go"]:
             found.setdefault(line, []).append(index)
     return found

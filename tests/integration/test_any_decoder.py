@@ -30,7 +30,7 @@ TYPES = {  # type -> number of layers, where it takes any: one of each kind; wra
     "gpt2": 2,  # transposed and fused linears
     "falcon": 2,  # queries, keys and values fused, one value head, a parallel residual
     "olmo2": 2,  # norms across heads, and behind the consumers
-    "qwen3_5_text": 4,  # linear attention, values that are gated
+    "qwen3_5_text": 8,  # linear attention, values that are gated; states amplify rounding
     "gpt_oss": 2,  # sinks, experts
     "deepseek_v3": 2,  # latent attention, a shared expert
     "llama4_text": 2,  # every expert takes every token

@@ -36,7 +36,7 @@ def find_experts(
         difference = run.describe_difference(run(), wanted)
     except Exception as error:  # any error of llm-compressor on a class that it supports wrongly
         problem = f"llm-compressor cannot split the experts into linears ({type(error).__name__})"
-        return [replace(layout, left={**layout.left, "experts": problem}) for layout in layouts]
+        return [replace(layout, unprunable={**layout.unprunable, "experts": problem}) for layout in layouts]
     found = []
     for kind, layout in zip(kinds, layouts, strict=True):
         for name, members in list(list_experts(kind.layer))[:1]:
@@ -50,7 +50,7 @@ def find_experts(
                         ffns[place] = replace(ffn, join=experts.join)
                 layout = replace(layout, experts=experts, ffns=tuple(ffns))
             except ValueError as error:
-                layout = replace(layout, left={**layout.left, name: str(error)})
+                layout = replace(layout, unprunable={**layout.unprunable, name: str(error)})
         found.append(layout)
     return found
 

@@ -51,7 +51,9 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
             f"{type(error).__name__}: {error}. Choose another model, or correct its configuration."
         ) from None
     if not any(kind.attention or kind.ffns or kind.experts for kind in structure.kinds):
-        left = dict.fromkeys(f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.left.items())
+        left = dict.fromkeys(
+            f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.unprunable.items()
+        )
         raise ValueError(
             f"model: {config.model_type!r} must have layers with attention or an FFN that can be cut, got none: "
             f"{', '.join(left) or 'no linear reads the output of another linear of its layer'}. Choose another model."
@@ -100,7 +102,7 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
     layout = read_units(measured)
     modules: list[AttentionLayout | FFNLayout] = [*([layout.attention] if layout.attention else []), *layout.ffns]
     chained = {name for module in modules for name in module.producers}
-    proved, left = list[AttentionLayout | FFNLayout](), dict(layout.left)
+    proved, left = list[AttentionLayout | FFNLayout](), dict(layout.unprunable)
     for module in modules:
         linears = [measured.layer.get_submodule(name) for name in (*module.producers, module.output)]
         flaw = ""

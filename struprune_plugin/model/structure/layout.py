@@ -105,13 +105,13 @@ class LayerLayout:
 
     :param attention: None where no value channel can be removed
     :param ffns: FFNs whose channels can be removed, in the order of computation
-    :param left: linears of the layer that are not pruned, each with the reason
+    :param unprunable: linears of the layer that are not pruned, each with the reason
     :param experts: None where no channel of an expert can be removed
     """
 
     attention: AttentionLayout | None = None
     ffns: Sequence[FFNLayout] = ()
-    left: Mapping[str, str] = field(default_factory=dict)
+    unprunable: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertsLayout | None = None
 
     def list_linears(self) -> list[str]:

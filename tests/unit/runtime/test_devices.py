@@ -165,7 +165,7 @@ def test_what_is_parked_comes_back_and_its_buffer_is_used_again(allocated):
         context.park(-tensor.to(DEVICE).view(8, 4))
         assert torch.equal(other, tensor + 1)
         assert allocated == [64, 64]
-        context.kept = {"states": 64}
+        context.resident = {"states": 64}
         assert context.park(tensor.to(DEVICE)).device == DEVICE
         assert context.park(tensor.to(DEVICE), "variables").device.type == "cpu"
     host = torch.ones(3, requires_grad=True)

@@ -44,7 +44,7 @@ def prune(
     checkpoint: Annotated[Path | None, opt.option("--checkpoint", _CHECKPOINT, "DIR")] = None,
     overwrite: opt.Overwrite = False,
     num_samples: opt.NumSamples = None,
-    seq_length: opt.SeqLength = 256,
+    seq_length: opt.SeqLength = None,
     batch_size: opt.BatchSize = 8,
     data: opt.Data = None,
     text_column: opt.TextColumn = "text",
@@ -63,8 +63,8 @@ def prune(
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
 
-    count = opt.count_samples(num_samples, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, count, seq_length, batch_size)
+    windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
+    run = describe_run(dtype, trust_remote_code, data, text_column, *windows, batch_size)
     scratch = None if offload is None else offload / f"struprune-{os.getpid()}"
     try:
         oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
@@ -82,7 +82,7 @@ def plan(
     dtype: opt.Dtype = "auto",
     trust_remote_code: opt.TrustRemoteCode = False,
     num_samples: opt.NumSamples = None,
-    seq_length: opt.SeqLength = 256,
+    seq_length: opt.SeqLength = None,
     batch_size: opt.BatchSize = 8,
     settings: opt.Settings = None,
     sparsity: opt.Sparsity = None,
@@ -100,7 +100,7 @@ def plan(
     from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.studies.plan import Workload, format_plan, plan_run
 
-    work = Workload(opt.count_samples(num_samples, changes), seq_length, batch_size)
+    work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
     found = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
     told = (
         f"{model} by {recipe}, sparsity {found.sparsity:g} of the layers' linear parameters (embeddings and head stay)"
@@ -222,7 +222,7 @@ def sweep(
     dtype: opt.Dtype = "auto",
     trust_remote_code: opt.TrustRemoteCode = False,
     num_samples: opt.NumSamples = None,
-    seq_length: opt.SeqLength = 256,
+    seq_length: opt.SeqLength = None,
     batch_size: opt.BatchSize = 8,
     data: opt.Data = None,
     text_column: opt.TextColumn = "text",
@@ -245,8 +245,8 @@ def sweep(
     from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
     from struprune_plugin.studies.sweep import draw_sweep, pick_point, run_points
 
-    count = opt.count_samples(num_samples, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, count, seq_length, batch_size) | {"seed": seed}
+    windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
+    run = describe_run(dtype, trust_remote_code, data, text_column, *windows, batch_size) | {"seed": seed}
     source, column = text or DEMO_TEST, text_column if text else "text"
     asked = Scoring(source, column, window, max_tokens, trust_remote_code)
     told = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes, "run": run}

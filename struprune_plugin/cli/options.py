@@ -41,10 +41,11 @@ TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code th
 _TEXT = "Calibration text"
 _DATA = "FILE.jsonl, c4, wikitext2, or a hub data set [default: a shipped sample]"
 _SAMPLES = "number of calibration samples [default: 64; 256 with --effort best]"
+_LENGTH = "tokens per sample [default: 256; on an accelerator 768, 256 with --effort best]"
 Data = Annotated[str | None, option("--data", _DATA, "SRC", _TEXT)]
 TextColumn = Annotated[str, option("--text-column", "column of the text in the data", "NAME", _TEXT)]
 NumSamples = Annotated[int | None, option("--num-samples", _SAMPLES, "N", _TEXT, min=1)]
-SeqLength = Annotated[int, option("--seq-length", "tokens per sample", "N", _TEXT, min=2)]
+SeqLength = Annotated[int | None, option("--seq-length", _LENGTH, "N", _TEXT, min=2)]
 BatchSize = Annotated[int, option("--batch-size", "samples on the device at a time", "N", _TEXT, min=1)]
 
 _CHANGES = "Changes to the recipe"
@@ -74,9 +75,19 @@ Json = Annotated[bool, option("--json", _JSON, panel=_OUTPUT)]
 Quiet = Annotated[bool, option("--quiet", _QUIET, panel=_OUTPUT)]
 
 
-def count_samples(num_samples: int | None, changes: dict[str, Any]) -> int:
-    """Return the number of sequences; if none is given, it follows from the effort in the changes to the recipe."""
-    return num_samples or (256 if changes.get("effort") == "best" else 64)
+def choose_windows(
+    model: str, trusts: bool, num_samples: int | None, seq_length: int | None, changes: dict[str, Any]
+) -> tuple[int, int]:
+    """Return the number of calibration sequences and the tokens of each; what is not given fits the text that ships."""
+    import torch
+
+    from struprune_plugin.storage.checkpoint import read_config
+
+    is_best = changes.get("effort") == "best"
+    if seq_length is None and torch.accelerator.is_available() and not is_best:
+        config = read_config(model, trust_remote_code=trusts).get_text_config(decoder=True)
+        seq_length = min(768, getattr(config, "max_position_embeddings", None) or 768)
+    return num_samples or (256 if is_best else 64), seq_length or 256
 
 
 def read_changes(settings: Sequence[str] | None, budget: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 import pytest
+import torch
+from helpers.models import save_opt
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
-from struprune_plugin.cli.options import count_samples
+from struprune_plugin.cli.options import choose_windows
+from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.recipes.load import load_recipe
 
 
@@ -41,7 +44,17 @@ def test_stages_of_one_recipe_share_an_effort():
     assert not {"allocation", "sensitivity"} & pruning.model_fields_set
 
 
-def test_the_best_effort_takes_four_times_the_text_where_no_number_is_given():
-    assert count_samples(None, {}) == count_samples(None, {"effort": "fast"}) == 64
-    assert count_samples(None, {"effort": "best"}) == 256
-    assert count_samples(8, {"effort": "best"}) == 8
+def test_text_where_no_amount_is_given_follows_from_effort_and_device(tmp_path, monkeypatch):
+    long = str(save_opt(tmp_path / "long", max_position_embeddings=1024))
+
+    def choose(effort="default", samples=None, length=None, model=long):
+        return choose_windows(model, False, samples, length, {"effort": effort})
+
+    assert choose() == choose("fast") == (64, 256)
+    assert choose("best") == (256, 256)
+    assert choose("best", samples=8) == (8, 256)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert choose() == (64, 768)
+    assert choose(model=str(DEMO_MODEL)) == (64, 256), "no more than the model has positions"
+    assert choose("best") == (256, 256)
+    assert choose(length=2048) == (64, 2048)

@@ -120,7 +120,7 @@ def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
     if differing:
         config.per_layer_config = None  # with that of an earlier run, single values cannot be read
         config.per_layer_config = {i: {n: own[n] for n in differing if n in own} for i, own in sizes.items()}
-        if "num_attention_heads" in differing and not hasattr(config, "head_dim"):
+        if "num_attention_heads" in differing and getattr(config, "head_dim", None) is None:
             # else readers divide the hidden size by the heads
             config.head_dim = next(size.head_dim for size in list_sizes(model) if size.num_heads)
 

@@ -20,9 +20,10 @@ def build(model_type, **fields):
     return build_tiny(CONFIG_MAPPING[model_type](**fields))
 
 
-@pytest.mark.parametrize("unit", ["value_channels", "head", "none"])
-def test_what_is_rehearsed_passes_and_is_remembered(unit, monkeypatch):
-    model = build("llama", num_hidden_layers=2)
+@pytest.mark.parametrize(("model_type", "unit"), [("llama", "value_channels"), ("mixtral", "head"), ("llama", "none")])
+def test_what_is_rehearsed_passes_and_is_remembered(model_type, unit, monkeypatch):
+    """Mixtral's configuration leaves the heads' size to the hidden size and the number of heads, which differs afterwards."""
+    model = build(model_type, num_hidden_layers=2)
     rehearsal.rehearse(model, unit, True)
     monkeypatch.setattr(rehearsal, "build_tiny", None)
     rehearsal.rehearse(model, unit, True)

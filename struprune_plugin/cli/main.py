@@ -129,7 +129,9 @@ def eval_(
     """
     screen = Screen(as_json, quiet)
     if limit and not tasks:
-        raise ValueError("--limit: needs --tasks, whose examples it counts. Name tasks, or use --max-tokens for text.")
+        raise ValueError(
+            f"--limit: must come with --tasks, got {limit} alone. Name tasks, or limit the text by --max-tokens."
+        )
     opt.prepare(screen, paths)
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results

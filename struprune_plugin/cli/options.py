@@ -41,7 +41,7 @@ TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code th
 _TEXT = "Calibration text"
 _DATA = "FILE.jsonl, c4, wikitext2, or a hub data set [default: a shipped sample]"
 _SAMPLES = "number of calibration samples [default: 64; 256 with --effort best]"
-_LENGTH = "tokens per sample [default: 256; on an accelerator 768, 256 with --effort best]"
+_LENGTH = "tokens per sample [default: 256; on an accelerator 768 if no amount of text is given]"
 Data = Annotated[str | None, option("--data", _DATA, "SRC", _TEXT)]
 TextColumn = Annotated[str, option("--text-column", "column of the text in the data", "NAME", _TEXT)]
 NumSamples = Annotated[int | None, option("--num-samples", _SAMPLES, "N", _TEXT, min=1)]
@@ -78,13 +78,13 @@ Quiet = Annotated[bool, option("--quiet", _QUIET, panel=_OUTPUT)]
 def choose_windows(
     model: str, trusts: bool, num_samples: int | None, seq_length: int | None, changes: dict[str, Any]
 ) -> tuple[int, int]:
-    """Return the number of calibration sequences and the tokens of each; what is not given fits the text that ships."""
+    """Return the number of calibration sequences and the tokens of each, by default as many as the text that ships has."""
     import torch
 
     from struprune_plugin.storage.checkpoint import read_config
 
     is_best = changes.get("effort") == "best"
-    if seq_length is None and torch.accelerator.is_available() and not is_best:
+    if num_samples is seq_length is None and not is_best and torch.accelerator.is_available():
         config = read_config(model, trust_remote_code=trusts).get_text_config(decoder=True)
         seq_length = min(768, getattr(config, "max_position_embeddings", None) or 768)
     return num_samples or (256 if is_best else 64), seq_length or 256

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.storage.checkpoint import load_tokenizer, load_whole, read_config
+from struprune_plugin.storage.files import shorten_error
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -90,8 +91,8 @@ def check_tasks(
         manager.load(list(tasks))
     except Exception as error:  # of whatever library reads the data
         raise ValueError(
-            f"--tasks: the data of {', '.join(tasks)} must be at hand, got {type(error).__name__}: {error}. Load them once "
-            "from the hub, or use tasks on files."
+            f"--tasks: the data of {', '.join(tasks)} must be at hand, got {shorten_error(error)}. Load them once from the hub, or "
+            "use tasks on files."
         ) from error
     return manager
 

@@ -95,7 +95,7 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         ([*PRUNE, "--checkpoint", f"{ROOT}/LICENSE/c"], "--checkpoint: must be in a folder that can be written"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"--tasks: \['no_such_task'\] must be known to lm-eval"),
         (["eval", str(DEMO_MODEL), "--tasks", "arc_easy"], "--tasks: the data of arc_easy must be at hand, got"),
-        (["eval", str(DEMO_MODEL), "--limit", "4"], "--limit: needs --tasks"),
+        (["eval", str(DEMO_MODEL), "--limit", "4"], "--limit: must come with --tasks, got 4 alone"),
     ],
 )
 def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_path, capsys):

@@ -58,3 +58,4 @@ def test_text_where_no_amount_is_given_follows_from_effort_and_device(tmp_path, 
     assert choose(model=str(DEMO_MODEL)) == (64, 256), "no more than the model has positions"
     assert choose("best") == (256, 256)
     assert choose(length=2048) == (64, 2048)
+    assert choose(samples=128) == (128, 256), "more would not fit the text that ships"

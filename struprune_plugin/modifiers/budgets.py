@@ -179,7 +179,14 @@ def find_budget(
         share = 1 - left / sum(size.num_parameters for size in sizes)
         return sizes, Budget(0.0, num_prunable, share, weighed, limit, table)
     if asked is not None and asked.bytes is not None:
-        sparsity = max(count_weight_bytes(model) - asked.bytes, 0) / model.dtype.itemsize / num_prunable
+        dense, size = count_weight_bytes(model), model.dtype.itemsize
+        sparsity = max(dense - asked.bytes, 0) / size / num_prunable
+        least = dense - size * sum(one.max_removable for one in sizes)
+        if mixture is None and asked.bytes < least:
+            raise ValueError(
+                f"budget.bytes: must be at least {least:,}, what stays if all removable units go, got {asked.bytes:,}. Raise it, "
+                "or prune more kinds of units."
+            )
     if mixture is None:
         return sizes, Budget(sparsity, num_prunable, find_group_sparsity(sizes, num_prunable, sparsity), weighed)
     num_left, share = mixture.split_budget(sizes, sparsity * num_prunable)

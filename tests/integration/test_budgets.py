@@ -74,7 +74,10 @@ def test_a_budget_that_means_nothing_is_refused(fields, told):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"budget": {"bytes": 5000}}, r"removable of .*or prune more kinds of units"),
+        (
+            {"budget": {"bytes": 5000}},
+            r"budget.bytes: must be at least [\d,]+, .* got 5,000. Raise it, or prune more kinds",
+        ),
         ({"budget": {"bytes": 10**6}, "importance": "l0"}, "`importance: l0` needs sparsity"),
     ],
 )

@@ -106,18 +106,18 @@ class Planner:
         return Trial(self.model, self.setup.groups, plans, config, measured, self.context).measure(fit, held)
 
     def _vary(self, decided: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
-        """Return different plans by name: those decided and, of each, the rule's variants that have the required widths."""
+        """Return different plans by name: those decided and, of the first, the rule's variants that have the required widths."""
         setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
-        for label, own in decided.items():
-            variants = {label: own.kept}
-            for name, counts in rule.propose(setup.sizes, own, setup.budget).items():
-                variants[name if label == rule.rule else f"{label}, {name}"] = expand_counts(setup.sizes, counts)
-            for name, kept in variants.items():
-                with suppress(ValueError):
-                    if name != label:
-                        check_widths(setup.groups, kept, setup.roundings)
-                    if all(kept != other.kept for other in found.values()):
-                        found[name] = replace(decided[rule.rule], kept=kept)
+        own = decided[rule.rule]
+        varied = {n: expand_counts(setup.sizes, c) for n, c in rule.propose(setup.sizes, own, setup.budget).items()}
+        for name, kept in (
+            {rule.rule: own.kept} | varied | {name: plan.kept for name, plan in decided.items()}
+        ).items():
+            with suppress(ValueError):
+                if name in varied:
+                    check_widths(setup.groups, kept, setup.roundings)
+                if all(kept != other.kept for other in found.values()):
+                    found[name] = replace(own, kept=kept)
         return found
 
     def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:

@@ -106,13 +106,13 @@ class Planner:
         return Trial(self.model, self.setup.groups, plans, config, measured, self.context).measure(fit, held)
 
     def _vary(self, decided: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
-        """Return different plans by name: those decided and, of the first, the rule's variants that have the required widths."""
+        """Return different plans by name: those decided, and variants of the rule's own that have the required widths."""
         setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
         own = decided[rule.rule]
-        varied = {n: expand_counts(setup.sizes, c) for n, c in rule.propose(setup.sizes, own, setup.budget).items()}
-        for name, kept in (
-            {rule.rule: own.kept} | varied | {name: plan.kept for name, plan in decided.items()}
-        ).items():
+        proposed = rule.propose(setup.sizes, own, setup.budget)
+        varied = {name: expand_counts(setup.sizes, counts) for name, counts in proposed.items()}
+        plans = {rule.rule: own.kept, **varied, **{name: plan.kept for name, plan in decided.items()}}
+        for name, kept in plans.items():
             with suppress(ValueError):
                 if name in varied:
                     check_widths(setup.groups, kept, setup.roundings)

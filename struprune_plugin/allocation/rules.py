@@ -13,13 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.cost_table import CostTable
-from struprune_plugin.linalg.budget import (
-    MAX_SPARSITY,
-    Limit,
-    allocate_error_curves,
-    find_least_share,
-    meet_budget,
-)
+from struprune_plugin.linalg.budget import MAX_SPARSITY, Limit, allocate_error_curves, find_least_share, meet_budget
 from struprune_plugin.linalg.rounding import (
     GroupSize,
     check_budget,

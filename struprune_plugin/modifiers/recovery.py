@@ -17,12 +17,7 @@ from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.passes import enter_device_context
 from struprune_plugin.modifiers.checks import check_sequences, check_stage, read_batches, read_rows
 from struprune_plugin.modifiers.stage_modifier import StageModifier
-from struprune_plugin.recovery.training import (
-    AdapterTraining,
-    RecoveryConfig,
-    attach_adapters,
-    match_linears,
-)
+from struprune_plugin.recovery.training import AdapterTraining, RecoveryConfig, attach_adapters, match_linears
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 

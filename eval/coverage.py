@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from loguru import logger
 from torch import Tensor
 from transformers import (
@@ -41,7 +40,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import pack_experts, take_apart
@@ -168,7 +167,7 @@ class Case:
 
     def prune_to(self, sparsity: float, source: Path, name: str, **fields: Any) -> Any:
         ids = draw_tokens(self.tiny.config, 16, 32, seed=1)
-        data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+        data = pack_windows(ids)
         return oneshot(
             model=str(source),
             recipe=StruPruneModifier(sparsity=sparsity, **fields),

@@ -60,24 +60,7 @@ def _print(row: Row) -> Row:
     return Row(fields)
 
 
-_VALUES: dict[str, Any] = {"attention_unit": "value_channels"}
-_CURVES = {**_VALUES, "allocation": "error_curve"}
-_FISHER = {**_CURVES, "sensitivity": "fisher"}
-_ROTATED = {**_FISHER, "rotate_values": True}
-_DAMPED = {**_ROTATED, "dampening_frac": "auto"}
-_HALF = {**_DAMPED, "reconstruct": "half_residual"}
 _RECOVERY = {"schedule": {"epochs": 4, "max_steps": 100}}
-BEST = "+ half of inherited errors (default)"
-LADDER: dict[str, Row] = {  # each rung adds one thing to the one before
-    "wanda, heads, least squares": Row(spell(importance="wanda", reconstruct="local")),
-    "obs, values, residual, uniform": Row(spell(**_VALUES)),
-    "+ error curves": Row(spell(**_CURVES)),
-    "+ Fisher sensitivity": Row(spell(**_FISHER)),
-    "+ rotated values": Row(spell(**_ROTATED)),
-    "+ dampening by held-out text": Row(spell(**_DAMPED)),
-    BEST: Row(spell(**_HALF)),
-    "+ LoRA": Row(spell(**_HALF), _RECOVERY),
-}
 PARTS: dict[str, Row] = {  # the default without one of its parts
     "default": DEFAULT,
     "uniform allocation": Row({"allocation": "uniform"}),
@@ -92,7 +75,6 @@ PARTS: dict[str, Row] = {  # the default without one of its parts
 _FFN = {"importance": "wanda", "attention_unit": "none"}
 _ONLY = {"attention_unit": "none", "prune_ffn": False}
 SETS: dict[str, dict[str, Row]] = {
-    "ladder": {**PEERS, **LADDER},
     "peers": {**PEERS, OURS: DEFAULT},
     "parts": PARTS,
     "efforts": {
@@ -119,6 +101,6 @@ SETS: dict[str, dict[str, Row]] = {
         "REAP": Row(peer="eval.peers.reap:prune_reap", of_experts=True),
         "channels": Row(_ONLY, of_experts=True),
         "channels, per layer": Row({**_ONLY, "experts": {"widths": "per_layer"}}, of_experts=True),
-        "whole, by REAP's score": Row({**_ONLY, "experts": {"units": "whole", "criterion": "reap"}}, of_experts=True),
+        "whole, by REAP's score": Row({**_ONLY, "experts": "whole"}, of_experts=True),
     },
 }

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from eval.measure import fit_exponent
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.model.layers import find_layouts, find_linear
 from struprune_plugin.storage.manifest import Manifest
 
@@ -145,7 +144,7 @@ def prune_random(
 ) -> Manifest:
     """Prune a model that came from no folder, in place, on random tokens; return the manifest."""
     ids = torch.randint(4, model.config.vocab_size, (samples, length))
-    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    dataset = pack_windows(ids)
     with tempfile.TemporaryDirectory() as scratch:
         model.config._name_or_path = scratch
         (Path(scratch) / "config.json").write_text(json.dumps(model.config.to_dict()))

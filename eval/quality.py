@@ -3,10 +3,10 @@
     python -m eval.quality --model MODEL --data DATA --rows peers --sparsity 0.1,0.2,0.3,0.5 --output results/quality
 
 DATA has mixed_calibration.jsonl and the texts to score; how-to's are the zero-shot items with their right answers, where these
-are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: ladder (each rung adds
-a part of the default), parts (the default without one), efforts, peers, paper (both of the paper's perplexity tables), printed (its
-algorithms as printed and as corrected), admm (against the least squares alone), recovery (LoRA), experts (of a mixture; the
-sparsity is then that of the experts). Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
+are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: peers, parts (the default without
+one), efforts, paper (both of the paper's perplexity tables), printed (its algorithms as printed and as corrected), admm (against
+the least squares alone), recovery (LoRA), experts (of a mixture; the sparsity is then that of the experts). Finished rows are read
+back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loguru import logger
 
 from eval.ledger import Ledger, read_names
 from eval.measure import count_own_seconds
-from eval.methods import BEST, OURS, PEERS, SETS
+from eval.methods import OURS, PEERS, SETS
 from eval.rows import add_workload_arguments, list_refusals, read_workload, run_rows
 from eval.zeroshot import METRICS, TASKS, format_scores
 from struprune_plugin.reporting.tables import Table
@@ -52,7 +52,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     default is ahead on all. Then divergences and accuracies, where they were measured. Below, why rows were refused.
     """
     dense = rows["dense"]
-    ours = [row for key, row in rows.items() if key.endswith((f" | {BEST}", f" | {OURS}")) and "refused" not in row]
+    ours = [row for key, row in rows.items() if key.endswith(f" | {OURS}") and "refused" not in row]
     header = ["sparsity | method", *(name for text in dense["perplexity"] for name in (text, "increase"))]
     header += ["removed", "seconds", "of the default's at its size"]
     tasks = list(dense.get("zeroshot", ()))
@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
     parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
-    parser.add_argument("--rows", choices=SETS, default="ladder")
+    parser.add_argument("--rows", choices=SETS, default="peers")
     parser.add_argument(
         "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)} (lm-eval)"
     )

@@ -37,7 +37,6 @@ def main() -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Return the greedy answers to prompts, and the tokens a second of rounds of many requests."""
-    begin = time.monotonic()
     model = LLM(
         job["folder"],
         dtype=job["dtype"],
@@ -48,7 +47,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         trust_remote_code=job["trust"],
         model_impl=job["impl"],
     )
-    started = time.monotonic() - begin
     options = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, logprobs=1)
 
     def ask(prompts: list[list[int]]) -> list[Any]:
@@ -61,7 +59,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         start = clock()
         made = sum(len(answer.token_ids) for answer in ask(job["load"]))
         rates.append(made / (clock() - start))
-    return {"answers": [read_answer(answer) for answer in answers], "rates": rates, "seconds_to_start": started}
+    return {"answers": [read_answer(answer) for answer in answers], "rates": rates}
 
 
 def read_answer(answer: Any) -> tuple[list[int], list[float]]:

@@ -24,11 +24,10 @@ from struprune_plugin.evaluation.text import prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.locate import is_pruned
-from struprune_plugin.modifiers import LoRARecoveryModifier
+from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_cache_quantisation
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, load_model
-from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import summarize_output
@@ -96,10 +95,13 @@ def oneshot(
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
     store = None
     if checkpoint_dir is not None:
+        pruning = next((modifier for modifier in loaded.modifiers if isinstance(modifier, StruPruneModifier)), None)
+        if pruning is None:
+            raise ValueError(
+                "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
+            )
         store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
-        for modifier in loaded.modifiers:
-            if isinstance(modifier, StageModifier):
-                modifier.set_store(store)
+        pruning.set_store(store)
     with ExitStack() as stack:
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -120,7 +122,7 @@ def oneshot(
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             write_recipe(loaded, folder)
-            carry_files(source, folder)
+            carry_files(source, folder, revision)
             carry_manifest(source, folder)
             if (folder / MANIFEST_NAME).is_file():
                 write_card(folder)

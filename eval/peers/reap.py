@@ -10,8 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from datasets import Dataset
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +17,7 @@ from transformers import PreTrainedModel
 from eval.peers import PeerResult
 from struprune_plugin import oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import pack_windows
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_prunable_parameters
 
@@ -33,7 +32,7 @@ def prune_reap(folder: str, windows: Tensor, share: float) -> PeerResult:
     :raises ValueError: fewer experts would stay than a token goes to
     """
     start = time.perf_counter()
-    dataset = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
+    dataset = pack_windows(windows)
     with tempfile.TemporaryDirectory() as scratch:
         model = oneshot(
             model=folder,

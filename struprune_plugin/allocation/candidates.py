@@ -179,13 +179,16 @@ class Trial:
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:
-    """Return the allocation of least divergence, the first one among ties; the first of all if none is finite.
+    """Return the allocation of least divergence, the first one among ties.
 
     :param divergences: KL divergences, in the order of the allocations
+    :raises ValueError: none is finite
     """
     tried = {name: value for name, value in zip(proposed, divergences, strict=True) if math.isfinite(value)}
     if not tried:
-        return next(iter(proposed.values()))
+        raise ValueError(
+            "model: logits must be finite, got NaN or Inf in every allocation's. Load it in a wider dtype (bfloat16 or float32)."
+        )
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
     plan = proposed[taken]
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))

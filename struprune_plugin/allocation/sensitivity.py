@@ -76,7 +76,8 @@ def measure_fisher(
     that its weights are moved to the device once per direction. Only activations get gradients.
 
     :param num_sequences: maximum number of sequences, an equal share of every process' loader
-    :return: empty if the model's output is not finite: the calibration pass that follows reports the linear
+    :return: empty if a layer's output is not finite: the calibration pass that follows reports the linear
+    :raises ValueError: the logits alone are not finite
     """
     sums: dict[str, Tensor] = {}
     first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
@@ -94,8 +95,8 @@ def measure_fisher(
             with disable_offloading():
                 for flow in flows:
                     num_tokens = _turn_round(model, flow, before, context)
-                    finite = finite and num_tokens > 0
-                    before, counted = before + len(flow.batch["input_ids"]), counted + num_tokens
+                    finite = finite and num_tokens is not None
+                    before, counted = before + len(flow.batch["input_ids"]), counted + (num_tokens or 0)
             if not finite:
                 break
             for index, name, layer, following in tqdm(list(walk_layers(model, True)), desc="sensitivity, backward"):
@@ -130,9 +131,9 @@ def _fit_batches(
         yield taken
 
 
-def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int:
-    """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens, 0 where the
-    output is not finite.
+def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int | None:
+    """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens, None where
+    that output is not finite.
 
     :param first: index of the batch's first sequence among all, which seeds its labels: they do not depend on the batches
     """
@@ -151,7 +152,11 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
             counted = counted.to(logits.device)
             above = torch.softmax(logits.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
             if not above[counted, 0].isfinite().all():  # one nonfinite logit makes its row NaN
-                return 0
+                if hidden.isfinite().all():
+                    raise ValueError(
+                        "model: logits must be finite, got NaN or Inf. Load it in a wider dtype (bfloat16 or float32)."
+                    )
+                return None
             draws = torch.rand(len(counted), generator=generator.manual_seed(first + row), dtype=torch.float64)
             labels = draw_labels(above, draws.to(logits.device))
             above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))

@@ -46,17 +46,16 @@ def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batc
 
 
 def load_checkpoint(
-    path: str, dtype: str = "float32", trust_remote_code: bool = False, revision: str = "main"
+    path: str, dtype: str = "float32", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a dense, pruned or quantised checkpoint and its tokenizer, on the accelerator if there is one.
 
     :raises ValueError: nothing to load there; weight files that are broken, or that lack tensors of the configuration
     """
-    auto = find_auto_class(read_config(path, revision, trust_remote_code))
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model = load_whole(auto, path, dtype=dtype, **options)
+    auto = find_auto_class(read_config(path, trust_remote_code=trust_remote_code))
+    model = load_whole(auto, path, dtype=dtype, trust_remote_code=trust_remote_code)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return model.to(device).eval(), load_tokenizer(path, **options)
+    return model.to(device).eval(), load_tokenizer(path, trust_remote_code=trust_remote_code)
 
 
 def check_windows(tokens: Tensor, window: int, config: PretrainedConfig) -> None:

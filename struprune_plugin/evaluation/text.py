@@ -117,7 +117,7 @@ def stream_texts(
     :param source: a file, ``c4``, ``wikitext2`` or any hub name
     :raises ValueError: neither a file nor a data set that can be loaded; no such column
     """
-    if Path(source).exists() or Path(source).suffix in (".json", ".jsonl"):
+    if Path(source).is_file() or Path(source).suffix in (".json", ".jsonl"):
         return read_texts(source, text_column, tokenizer)
     name = os.fspath(source)
     try:

@@ -185,9 +185,9 @@ def finish_model(model: PreTrainedModel, uniform: bool) -> None:
         adopt_config(model)
 
 
-def carry_files(source: str, output: Path) -> None:
+def carry_files(source: str, output: Path, revision: str | None = None) -> None:
     """Copy the files of tokenizer and processor that the output folder does not have yet."""
-    folder = find_checkpoint(source) if source else None
+    folder = find_checkpoint(source, revision or "main") if source else None
     for file in sorted(folder.iterdir()) if folder else ():
         if file.is_file() and any(fnmatch(file.name, name) for name in CARRIED) and not (output / file.name).exists():
             shutil.copyfile(file, output / file.name)
@@ -229,7 +229,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
             logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in llm-compressor's own save
-            carry_files(name, Path(save_directory))
+            carry_files(name, Path(save_directory), getattr(model.config, "_commit_hash", None))
             after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # llm-compressor wraps only what lacks this mark

@@ -254,11 +254,11 @@ def _describe_singular(where: Where, failed: Tensor, condition: float, num_input
     )
 
 
-def _estimate_condition(factor: Tensor, iterations: int = 12) -> Tensor:
-    """Estimate the 2-norm condition number of matrices from their Cholesky factors, by power iterations, shape [...]."""
+def _estimate_condition(factor: Tensor) -> Tensor:
+    """Estimate the 2-norm condition number of matrices from their Cholesky factors, by 12 power iterations, shape [...]."""
     measure = partial(torch.linalg.vector_norm, dim=(-2, -1), keepdim=True)
     vector = inverse_vector = factor.new_full((*factor.shape[:-1], 1), factor.shape[-1] ** -0.5)
-    for _ in range(iterations):
+    for _ in range(12):
         vector = factor @ (factor.mT @ (vector / measure(vector)))
         inverse_vector = _solve_factorized(factor, inverse_vector / measure(inverse_vector))
     return (measure(vector) * measure(inverse_vector)).squeeze((-2, -1))

@@ -47,6 +47,14 @@ class SparsityAllocatorModifier(StructuredModifier):
                 f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
                 "Add or reorder the stages."
             )
+        self.hand_over(pruning)
+        return True
+
+    def hand_over(self, pruning: StruPruneModifier) -> None:
+        """Give the pruning stage what this one decides, and the fields that are set here alone.
+
+        :raises ValueError: that stage sets otherwise what this one decides
+        """
         given = pruning.model_fields_set
         for name in _DECIDED:
             if name in given and getattr(pruning, name) not in (None, getattr(self, name)):
@@ -58,4 +66,3 @@ class SparsityAllocatorModifier(StructuredModifier):
             setattr(pruning, name, getattr(self, name))
         if "effort" not in given and "rotate_values" not in given:  # which follows from the effort
             pruning.rotate_values = self.rotate_values
-        return True

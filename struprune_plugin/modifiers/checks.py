@@ -160,9 +160,11 @@ def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: S
     return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 
 
-def check_uniform(recipe: StructuredModifier, model: PreTrainedModel, later: Sequence[Modifier], heads: int) -> None:
+def check_uniform(
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
+) -> None:
     """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load."""
-    problem = ""
+    problem, heads = "", max((group.num_units for group in groups if group.module_kind == "attention"), default=0)
     if recipe.allocation.measures:
         problem = f"gives all layers one size, got `allocation: {recipe.allocation.rule}`. Set `allocation: uniform`"
     elif recipe.attention_unit == "value_channels":

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from pydantic import Field, PrivateAttr, model_validator
+from torch import Tensor
+from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES
@@ -22,8 +24,12 @@ from struprune_plugin.modifiers.fields import AllocationField, StructuredModifie
 from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
+from struprune_plugin.modifiers.stage_modifier import list_modifiers
 from struprune_plugin.pruning.prune_layer import Pruner
-from struprune_plugin.storage.manifest import Manifest, write_manifest
+from struprune_plugin.pruning.resume import describe_run
+from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.storage.manifest import Manifest, describe_versions, write_manifest
+from struprune_plugin.storage.resume_store import ResumeStore
 
 
 class StruPruneModifier(StructuredModifier):
@@ -62,6 +68,7 @@ class StruPruneModifier(StructuredModifier):
 
     _stages: tuple[Sequence[Modifier], Sequence[Modifier]] = PrivateAttr(default=((), ()))  # before, behind
     _setup: RunSetup | None = PrivateAttr(default=None)
+    _store: ResumeStore | None = PrivateAttr(default=None)
     _finish: Callable[[PreTrainedModel], Manifest] | None = PrivateAttr(default=None)  # set by a whole pass
 
     @model_validator(mode="after")
@@ -73,7 +80,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
         self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
-        self.open_store(state, self._setup.batches)
+        self._open_store(state, self._setup.batches)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -91,13 +98,33 @@ class StruPruneModifier(StructuredModifier):
                 all_groups = sort_groups([*setup.groups, *setup.whole])
                 records = pruner.prune_model(model, setup.batches, all_groups, self._store)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
-        self._finish = partial(setup.finish, self, plan, records, sensitivity, context)
+        self._finish = partial(setup.finish, self, plan, records, context)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._finish is None:
             return True  # llm-compressor finalises an aborted run: nothing to export
         wrap_save(state.model, partial(write_manifest, self._finish(state.model)))
         return True
+
+    def set_store(self, store: ResumeStore) -> None:
+        """Set the store of finished parts, from which a killed run resumes."""
+        self._store = store
+
+    def _open_store(self, state: State, batches: Sequence[dict[str, Tensor]]) -> None:
+        """Begin or resume the run that the recipe describes; do nothing without a store.
+
+        :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
+        """
+        if self._store is None:
+            return
+        check_one_process("checkpoint_dir", "Remove it, or run one process.")
+        if isinstance(getattr(state.data.calib, "sampler", None), RandomSampler):
+            raise ValueError(
+                "checkpoint_dir: calibration samples must come in the same order in every run, got a sampler that shuffles them. "
+                "Pass shuffle_calibration_samples=False."
+            )
+        recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
+        self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""

@@ -61,7 +61,6 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         self._micro_size = max(len(batch["input_ids"]) for batch in batches)
         self._samples = samples[:num_train], samples[num_train:]
         self._linears = match_linears(state.model, self.adapters)
-        self.open_store(state, batches)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:

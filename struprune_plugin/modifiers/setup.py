@@ -27,7 +27,6 @@ from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers import budgets, checks
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
-from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage import manifest
 
@@ -53,7 +52,6 @@ class RunSetup:
         recipe: StructuredModifier,
         plan: UnitAllocation,
         groups: list[manifest.GroupRecord],
-        sensitivity: Sensitivity,
         context: DeviceContext,
         model: PreTrainedModel,
     ) -> manifest.Manifest:
@@ -86,7 +84,6 @@ class RunSetup:
             stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,
             experts=experts,
-            sensitivity=sensitivity.summarize_fisher(),
         )
 
 
@@ -116,7 +113,7 @@ def prepare_run(
         )
     groups = modifier.prepare_groups(model)
     if uniform:
-        checks.check_uniform(modifier, model, later, groups[0].num_units)
+        checks.check_uniform(modifier, model, groups, later)
     whole = _find_whole(modifier, model, groups)
     checks.check_stage(modifier, model, before)
     _check_methods(modifier, model, groups, later)

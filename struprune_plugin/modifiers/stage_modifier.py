@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
-from pydantic import PrivateAttr
-from torch import Tensor
-from torch.utils.data import RandomSampler
 
-from struprune_plugin.pruning.resume import describe_run
-from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
 from struprune_plugin.storage.checkpoint import note_left_out
-from struprune_plugin.storage.manifest import describe_versions
-from struprune_plugin.storage.resume_store import ResumeStore
 
 
 def list_modifiers() -> list[Modifier]:
@@ -26,10 +18,6 @@ def list_modifiers() -> list[Modifier]:
 
 class StageModifier(Modifier):
     """Base of the plugin's modifiers, which run once, in a separate stage, under torch's defaults."""
-
-    requires_calibration_data: bool = False  # the plugin's loops pass the data through the layers
-
-    _store: ResumeStore | None = PrivateAttr(default=None)
 
     @reset_torch()
     def initialize(self, state: State, **kwargs: Any) -> None:
@@ -45,26 +33,6 @@ class StageModifier(Modifier):
     @reset_torch()
     def finalize(self, state: State, **kwargs: Any) -> None:
         super().finalize(state, **kwargs)
-
-    def set_store(self, store: ResumeStore) -> None:
-        """Set the store of finished parts, from which a killed run resumes."""
-        self._store = store
-
-    def open_store(self, state: State, batches: Sequence[dict[str, Tensor]]) -> None:
-        """Begin or resume the run that the recipe describes; do nothing without a store.
-
-        :raises ValueError: the store belongs to another run; the sampler shuffles; there are several processes
-        """
-        if self._store is None:
-            return
-        check_one_process("checkpoint_dir", "Remove it, or run one process.")
-        if isinstance(getattr(state.data.calib, "sampler", None), RandomSampler):
-            raise ValueError(
-                "checkpoint_dir: calibration samples must come in the same order in every run, got a sampler that shuffles them. "
-                "Pass shuffle_calibration_samples=False."
-            )
-        recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
-        self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
 
     def dump_fields(self) -> dict[str, Any]:
         """Return the recipe fields, without llm-compressor's bookkeeping."""

@@ -26,10 +26,6 @@ class Sensitivity:
     fisher_sqrt: Mapping[str, Tensor] = field(default_factory=dict)
     saliency: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def summarize_fisher(self) -> dict[str, float]:
-        """Return the mean diagonal of the Fisher information of every module's output."""
-        return {name: float(root.square().sum() / root.shape[-1]) for name, root in self.fisher_sqrt.items()}
-
 
 @dataclass(frozen=True)
 class GroupProblem:

@@ -189,5 +189,6 @@ class Pruner:
             return record
         if decision.basis is not None:
             surgery.rotate_group(layer, group, decision.basis)
-        admm = refine_group(module, decision.keep, decision.weight, self.config)
-        return replace(record, admm=admm, error_after=admm.error_after)
+        objective, closing = refine_group(module, decision.keep, decision.weight, self.config)
+        solved = {name: getattr(closing, name) for name in ("error_after", "damping", "condition_number")}
+        return replace(record, admm=objective, **solved)

@@ -16,7 +16,7 @@ from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
-from struprune_plugin.storage.manifest import ADMMRecord, GroupRecord, SolveRecord
+from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 
 def solve_groups(
@@ -53,13 +53,16 @@ def solve_groups(
     return list(zip(weight, records, strict=True))
 
 
-def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig) -> ADMMRecord:
+def refine_group(
+    module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig
+) -> tuple[list[float], SolveRecord]:
     """Refine the least-squares solution, slice, and re-solve the consumer on the true activations.
 
     The closing solve makes p = phi(z) hold exactly in the saved model. Source: method.md sections 6 and 7.
 
     :param keep: sorted kept units
     :param weight: the consumer's re-solved weights on them, bias last
+    :return: the objective at the start, then after every step; the record of the closing solve
     """
     refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
     slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
@@ -70,7 +73,7 @@ def refine_group(module: ModuleView, keep: Tensor, weight: Tensor, config: Pruni
         everything = torch.arange(len(keep), device=problems[0].weight.device)
         ((closing, record),) = solve_groups(problems, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
-    return ADMMRecord(refined.objective, record.error_after)
+    return refined.objective, record
 
 
 def describe_group(group: UnitGroup, keep: Tensor, solve: SolveRecord) -> GroupRecord:

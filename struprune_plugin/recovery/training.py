@@ -35,7 +35,7 @@ class Adapters(Config):
     """Low-rank adapters on linears of the decoder layers, merged at the end: ``W + alpha / rank * B A`` (Hu et al., 2021).
 
     :param targets: linears to adapt: full names, last parts (``q_proj``, ``fc1``) or ``re:<pattern>``; None takes all linears
-        of the modules that hold units
+        of attention and FFNs that hold units. Experts get none
     """
 
     rank: int = Field(default=8, ge=1, le=1024)

@@ -159,7 +159,7 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     folder = find_checkpoint(source, revision) if source else None
     unexpected = model._unexpected if hasattr(model, "_unexpected") else _list_unexpected(model, folder)
     ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
-    stored = read_tensor_shapes(folder) if folder else {}
+    stored = list_tensors(folder) if folder else set()
     silent = {name for name in stored if _MTP.search(name) or any(one.search(name) for one in ignored)}
     own = {name for name, _ in model.named_parameters()}
     left = sorted(name for name in {*unexpected, *silent} - own if not _DERIVED.search(name))
@@ -204,13 +204,13 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     return Path(found).parent if found else None
 
 
-def read_tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of the tensors in a folder's safetensors files by name, without those of files that cannot be read."""
-    shapes = {}
+def list_tensors(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder's safetensors files, without those of files that cannot be read."""
+    names = set[str]()
     for file in (*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
-                shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118  # no mapping
+                names.update(opened.keys())
         except (OSError, SafetensorError):  # loading it raises
             continue
-    return shapes
+    return names

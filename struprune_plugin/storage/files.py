@@ -94,12 +94,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def shorten_value(value: object, limit: int = 100) -> str:
-    """Return a value as text of at most ``limit`` characters, for a one-line message."""
+def shorten_value(value: object) -> str:
+    """Return a value as text of at most 100 characters, for a one-line message."""
     text = repr(value)
-    if len(text) <= limit:
+    if len(text) <= 100:
         return text
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{text[: limit - 1]}…"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{text[:99]}…"
 
 
 def shorten_error(error: BaseException) -> str:

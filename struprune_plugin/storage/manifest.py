@@ -102,14 +102,6 @@ class StageEntry:
 
 
 @dataclass(frozen=True, config=_CLOSED)
-class ADMMRecord:
-    """Record of ADMM on one group."""
-
-    objective: list[float]  # at the start, then after every step
-    error_after: float  # of the closing solve on the true activations, relative to the target's energy
-
-
-@dataclass(frozen=True, config=_CLOSED)
 class SolveRecord:
     """Record of the solve of one group's weights."""
 
@@ -117,7 +109,7 @@ class SolveRecord:
     error_before: float  # of deletion alone, relative to that energy
     error_after: float  # after the solve, relative to that energy
     damping: float  # dampening of the closing solve
-    admm: ADMMRecord | None
+    admm: list[float] | None  # its objective at the start, then after every step
     condition_number: float | None  # of the closing solve's system; None if there was no solve
     scale: float | None = None  # factor on the weights of an expert that saw too few tokens to be solved
 
@@ -200,7 +192,6 @@ class Manifest(BaseModel):
     allocation: AllocationRecord
     memory_measure: str  # what ``peak_bytes`` of the stages counts
     stages: list[StageEntry]
-    sensitivity: dict[str, float]  # mean diagonal of the Fisher information of each module's output, by group
     groups: list[GroupRecord]
     experts: list[ExpertsRecord] = _optional(default_factory=list)  # whole ones that stay, by layer
     evaluation: list[ResultRecord] = _optional(default_factory=list)

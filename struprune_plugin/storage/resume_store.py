@@ -37,7 +37,6 @@ class ResumeStore:
 
     def __init__(self, folder: Path, others: Sequence[str | os.PathLike] = ()):
         self.folder = folder.resolve()
-        self._is_open = False
         for other in (Path(path).resolve() for path in others):
             if self.folder == other or self.folder in other.parents or other in self.folder.parents:
                 raise ValueError(
@@ -58,8 +57,6 @@ class ResumeStore:
         :raises ValueError: the folder holds the parts of another run; the message says what differs
         :raises OSError: the disk cannot be written
         """
-        if self._is_open:
-            return
         file, identity = self.folder / _RUN, json.loads(json.dumps(identity, default=str))
         if file.is_file():
             before = json.loads(file.read_text(encoding="utf-8"))
@@ -75,7 +72,6 @@ class ResumeStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._writing("the description of the run"):
                 write_whole(file, json.dumps(identity, indent=1) + "\n")
-        self._is_open = True
 
     def write(self, part: str, value: Any) -> None:
         """Write a part durably.

@@ -15,8 +15,7 @@ from struprune_plugin.allocation.rules import allocate_uniformly
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
-from struprune_plugin.modifiers import StruPruneModifier, budgets
-from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier, budgets
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
 from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
@@ -59,14 +58,16 @@ def plan_run(
     """
     config = check_checkpoint(path, trust_remote_code)
     model = build_shapes(path, config, dtype)
-    stages = [m for m in modifiers if isinstance(m, StructuredModifier) and (m.sparsity is not None or m.budget)]
-    modifier: Any = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
-    if modifier is None or not stages:
+    modifier = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
+    for allocator in modifiers:
+        if modifier is not None and isinstance(allocator, SparsityAllocatorModifier):
+            allocator.hand_over(modifier)
+    if modifier is None or (modifier.sparsity is None and modifier.budget is None):
         raise ValueError("recipe: must have a StruPruneModifier with a sparsity or a budget. Pass --sparsity.")
     later, groups = [*modifiers][modifiers.index(modifier) + 1 :], modifier.prepare_groups(model)
     roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     mixture = budgets.find_mixture(modifier, model, groups)
-    sizes, budget = budgets.find_budget(stages[-1], model, groups, roundings, mixture)
+    sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)
     kept = dict(allocate_uniformly(sizes, budget).kept) if sizes else {}
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
@@ -81,7 +82,7 @@ def plan_run(
         bytes=(held, left),
         experts=experts,
         rounding=budgets.describe_roundings(groups, roundings),
-        limit=budgets.describe_limit(stages[-1], budget, left, sizes, kept),
+        limit=budgets.describe_limit(modifier, budget, left, sizes, kept),
         needs=count_needs(model, modifier, work),
         layers=_list_units(model),
     )

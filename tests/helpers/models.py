@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 from helpers.families import make_model
 from struprune_plugin import StruPruneModifier, oneshot
 from struprune_plugin.cli import main as cli
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 2048
@@ -74,7 +74,7 @@ def make_opt(seed: int = 0, **changes) -> OPTForCausalLM:
 
 def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Dataset:
     ids = torch.randint(4, VOCABULARY, (num_samples, length), generator=torch.Generator().manual_seed(seed))
-    return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    return pack_windows(ids)
 
 
 def run_oneshot(model, recipe=None, dataset=None, **kwargs):

@@ -6,7 +6,7 @@ from struprune_plugin.modifiers import planning
 
 
 def watch_trials(monkeypatch, choose=None):
-    """Let trials be seen, and their outcome be chosen; return the list they go to: blocks alone, proposed plans, then a search.
+    """Let trials be seen, and their outcome be chosen; return the list they go to: blocks alone, then proposed plans.
 
     An entry is a trial, the batches that it tried, and its divergences.
     """

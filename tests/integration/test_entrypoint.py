@@ -101,6 +101,27 @@ def test_oneshot_refuses_broken_activations_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("sensitivity", ["fisher", "none"])
+def test_oneshot_refuses_broken_logits(tmp_path, sensitivity):
+    options = broken_model(tmp_path, "model.decoder.final_layer_norm.weight", 3e38)
+    options |= {"sensitivity": sensitivity, "allocation": {"rule": "error_curve", "trial_samples": 2}}
+    with pytest.raises(ValueError, match="model: logits must be finite, got NaN or Inf"):
+        run_oneshot(sparsity=0.3, **options, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_those_of_the_models_revision(opt, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    stored = tmp_path / "hub" / "models--mine--tiny"
+    (stored / "refs").mkdir(parents=True)
+    for name, commit in (("main", 40 * "a"), ("v2", 40 * "b")):
+        (stored / "refs" / name).write_text(commit)
+        shutil.copytree(opt, stored / "snapshots" / commit)
+        (stored / "snapshots" / commit / "LICENSE").write_text(name)
+    run_oneshot("mine/tiny", sparsity=0.3, model_revision="v2", output_dir=str(tmp_path / "out"))
+    assert (tmp_path / "out" / "LICENSE").read_text() == "v2"
+
+
 def test_oneshot_refuses_other_architectures_by_config_alone(tmp_path):
     MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'mamba' must have layers with attention or an FFN that can be cut"):

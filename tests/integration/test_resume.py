@@ -112,7 +112,7 @@ def test_another_run_is_refused_by_name(opt, begun, tmp_path, monkeypatch, chang
     fields = {"sparsity": 0.3}
     model = str(opt)
     if "versions" in change:
-        monkeypatch.setattr("struprune_plugin.modifiers.stage_modifier.describe_versions", lambda: change["versions"])
+        monkeypatch.setattr("struprune_plugin.modifiers.pruning.describe_versions", lambda: change["versions"])
     elif "model" in change:
         model = str(save_model(make_model("opt", seed=3), tmp_path / "other"))
     else:
@@ -140,7 +140,12 @@ def test_a_checkpoint_folder_is_nothing_else(opt, tmp_path):
             num_calibration_samples=8,
             shuffle_calibration_samples=True,
         )
+    with pytest.raises(
+        ValueError, match="checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one"
+    ):
+        run_oneshot(str(opt), recipe=[LoRARecoveryModifier()], checkpoint_dir=tmp_path / "c", **OPTIONS)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "dear"
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_checkpoint_that_was_being_begun_is_empty(tmp_path):

@@ -2,10 +2,10 @@
 
 import argparse
 import dataclasses
-import itertools
 import json
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from helpers.models import ROOT, save_model
 from transformers import AutoTokenizer
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
-from struprune_plugin import StruPruneModifier
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
 from struprune_plugin.evaluation.scoring import load_checkpoint
@@ -234,12 +234,15 @@ def test_memory_growth_measures_and_reads_finished_rows(tmp_path, monkeypatch, f
     assert (tmp_path / "memory-growth.png").stat().st_size > 0
 
 
-def test_the_ladder_adds_one_thing_per_rung_and_ends_at_the_default():
-    fields = [row.fields for row in methods.LADDER.values()]
-    best = StruPruneModifier(**{**methods.LADDER[methods.BEST].fields, "sparsity": 0.3}).dump_fields()
-    assert best == StruPruneModifier(sparsity=0.3).dump_fields()
-    steps = [sum(a[name] != b[name] for name in a) for a, b in itertools.pairwise(fields)]
-    assert steps[1:] == [1, 1, 1, 1, 1, 0], "the last adds recovery"
+@pytest.mark.parametrize("name", methods.SETS)
+def test_the_fields_of_every_row_are_the_recipes(name):
+    for row in methods.SETS[name].values():
+        if row.peer:
+            module, function = row.peer.split(":")
+            assert callable(getattr(import_module(module), function))
+        else:
+            StruPruneModifier(**{"sparsity": 0.3, **row.fields})
+        LoRARecoveryModifier(**(row.recovery or {}))
 
 
 def test_format_quality_compares_peers_at_equal_parameters():
@@ -250,10 +253,10 @@ def test_format_quality_compares_peers_at_equal_parameters():
         "dense": row(10.0, 0.0),
         "0.3 | FASP": row(20.0, 0.3),
         "0.3 | SliceGPT": row(14.0, 0.15),
-        f"0.3 | {methods.BEST}": row(14.0, 0.3),
+        f"0.3 | {methods.OURS}": row(14.0, 0.3),
     }
     lines = {line.split("  ")[0]: line for line in quality.format_quality(made).splitlines()}
-    assert lines[f"0.3 | {methods.BEST}"].split()[-4:] == ["14.00", "4.00", "30.00%", "5.0"]
+    assert lines[f"0.3 | {methods.OURS}"].split()[-4:] == ["14.00", "4.00", "30.00%", "5.0"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
 

@@ -70,7 +70,9 @@ def test_read_texts_names_file_line_and_contract(content, message, tmp_path):
         read_texts(file)
 
 
-def test_stream_texts_unreachable_hub_name_says_so():
+def test_stream_texts_unreachable_hub_name_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wikitext2").mkdir()  # no text, whatever its name
     with pytest.raises(ValueError, match=r"'wikitext2' must be a JSON-lines file or a hub data set .* give a local"):
         stream_texts("wikitext2")
 

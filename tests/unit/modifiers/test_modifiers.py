@@ -14,6 +14,7 @@ from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
+from struprune_plugin.pruning import reconstruction
 
 CLOSED_FORM = {"method": "closed_form", "steps": 2, "inner_steps": 2}  # fewer than the default's
 
@@ -348,8 +349,9 @@ def test_allocation_as_printed_misses_the_budget_and_the_manifest_says_so(opt, t
         ("no_bias", 1, "value_channels"),
     ],
 )
-def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, method, unit, tmp_path):
-    out = tmp_path / "out"
+def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, method, unit, tmp_path, monkeypatch):
+    out, closing, solve = tmp_path / "out", [], reconstruction.solve_groups
+    monkeypatch.setattr(reconstruction, "solve_groups", lambda *args: closing.extend(solve(*args)) or closing[-1:])
     options = {"sparsity": 0.4, "attention_unit": unit}
     options |= {"dataset": make_dataset(4), "num_calibration_samples": 4}
     options["weight_update"] = {"method": "admm", "steps": 2, "attention_method": method}
@@ -357,12 +359,14 @@ def test_admm_lowers_its_objective_and_the_output_is_exact(save_shape, shape, me
     ids = torch.arange(4, 30)[None]
     assert torch.equal(pruned(ids).logits, AutoModelForCausalLM.from_pretrained(out)(ids).logits)
     for entry in read_manifest(out).groups:
-        objective = entry.admm.objective
+        objective = entry.admm
         assert len(objective) == 3
         assert objective[-1] < objective[0]
         if entry.kind == "ffn":
             assert all(b <= a * (1 + 1e-4) for a, b in itertools.pairwise(objective)), objective
         assert entry.error_after < entry.error_before
+    told = [(entry.error_after, entry.condition_number) for entry in read_manifest(out).groups]
+    assert told == [(record.error_after, record.condition_number) for _, record in closing], "of the closing solves"
 
 
 def test_admm_refuses_other_activations(tmp_path):

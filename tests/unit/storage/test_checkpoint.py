@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, read_tensor_shapes
+from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, list_tensors
 
 LAYER = "model.decoder.layers.1.fc2.weight"
 
@@ -45,7 +45,7 @@ def test_pruned_and_sharded_checkpoints_pass(opt, prune_once, tmp_path):
     (tmp_path / "sharded" / "model.safetensors").unlink()
     AutoModelForCausalLM.from_pretrained(opt).save_pretrained(tmp_path / "sharded", max_shard_size="50kB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    assert read_tensor_shapes(tmp_path / "sharded") == read_tensor_shapes(opt)
+    assert list_tensors(tmp_path / "sharded") == list_tensors(opt)
     load_checkpoint(str(tmp_path / "sharded"))
 
 

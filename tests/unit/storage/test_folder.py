@@ -31,7 +31,6 @@ _CONTENT: dict = {
     "allocation": {"method": "uniform"},
     "memory_measure": "",
     "stages": [],
-    "sensitivity": {},
     "groups": [],
 }
 MANIFEST = Manifest.model_validate(_CONTENT)

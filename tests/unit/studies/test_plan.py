@@ -8,6 +8,7 @@ import torch
 from helpers.models import make_dataset, run_oneshot, save_model, save_opt
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
+from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.recipes.load import load_recipe
@@ -40,6 +41,13 @@ SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_t
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
+
+
+def test_an_allocator_stage_counts_as_in_the_run(opt):
+    stages = [SparsityAllocatorModifier(sparsity=0.3, attention_unit="none"), StruPruneModifier()]
+    assert plan_run(str(opt), stages, Workload(8, 32, 8)) == plan(
+        opt, sparsity=0.3, allocation="softmax", attention_unit="none"
+    )
 
 
 def save_mixture(folder):

@@ -47,7 +47,7 @@ from struprune_plugin.model.experts import pack_experts, take_apart
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
-from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight
+from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight, set_weight
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.manifest import Manifest
@@ -323,9 +323,12 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manife
         if group.name not in keep:
             continue
         source = pruned.get_submodule(group.layer_name)
-        new = {name: append_bias(*read_weight(find_linear(source, name))) for name in group.producers}
         layer = dense.get_submodule(group.layer_name)
-        mask_group(layer, group, keep[group.name], read_consumer(source, smaller), new)
+        for name in group.producers:
+            whole, cut = (append_bias(*read_weight(find_linear(each, name))) for each in (layer, source))
+            whole[group.find_kept_rows(name, keep[group.name])] = cut
+            set_weight(find_linear(layer, name), whole)
+        mask_group(layer, group, keep[group.name], read_consumer(source, smaller))
     pack_experts(pruned)
 
 

@@ -10,13 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = [
-    "LoRARecoveryModifier",
-    "SparsityAllocatorModifier",
-    "StruPruneModifier",
-    "oneshot",
-    "read_manifest",
-]
+__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
 
 if not TYPE_CHECKING and find_spec("llmcompressor") is None:
     from struprune_plugin.export.classes import register_auto_classes

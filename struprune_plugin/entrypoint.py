@@ -25,7 +25,7 @@ from struprune_plugin.export.convert import carry_files, keep_generation_setting
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
-from struprune_plugin.modifiers.checks import check_cache_quantisation
+from struprune_plugin.modifiers.checks import check_pruned
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, load_model
 from struprune_plugin.recipes.load import load_recipe, write_recipe
@@ -33,12 +33,7 @@ from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import summarize_output
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
-from struprune_plugin.storage.checkpoint import (
-    check_checkpoint,
-    is_packed,
-    load_tokenizer,
-    note_left_out,
-)
+from struprune_plugin.storage.checkpoint import check_checkpoint, is_packed, load_tokenizer, note_left_out
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -88,8 +83,7 @@ def oneshot(
     else:
         model = source = os.fspath(model)
         config = check_checkpoint(model, trusts, revision)
-    uneven = is_pruned(type(config)) and "num_attention_heads" in (config.per_layer_attributes or ())
-    check_cache_quantisation(loaded.modifiers, uneven)
+    check_pruned(loaded.modifiers, config)
     named = [source, recipe, offloaded]
     named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
@@ -110,7 +104,9 @@ def oneshot(
         if output_dir is not None:
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs))
             kwargs["output_dir"] = str(folder)
-        if isinstance(model, str) and not (kwargs.get("tokenizer") or kwargs.get("processor")):
+        if isinstance(tokenizer := kwargs.get("tokenizer"), (str, os.PathLike)):
+            kwargs["tokenizer"] = load_tokenizer(tokenizer, trust_remote_code=trusts)
+        elif isinstance(model, str) and not (tokenizer or kwargs.get("processor")):
             # also for a wrapper, whose other files are copied
             kwargs["tokenizer"] = load_tokenizer(model, revision, trusts)
         kwargs = prepare_dataset(model, kwargs)

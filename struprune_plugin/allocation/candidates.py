@@ -218,10 +218,7 @@ def propose_blocks(sizes: Sizes, kept: Mapping[str, int], blocks: Sequence[Block
 
 
 def bend_curves(
-    statistics: Mapping[str, GroupStatistics],
-    sizes: Sizes,
-    kept: Mapping[str, int],
-    divergences: Mapping[Block, float],
+    statistics: Mapping[str, GroupStatistics], sizes: Sizes, kept: Mapping[str, int], divergences: Mapping[Block, float]
 ) -> dict[str, GroupStatistics]:
     """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
 

@@ -15,9 +15,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from struprune_plugin.model.layers import find_decoder_layers, find_linear
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.storage.files import shorten_error
 from struprune_plugin.storage.registry import Config, describe_error
@@ -86,6 +88,14 @@ class CostTable(Config):
                 f"budget.costs: must hold {name!r}, got {told}. Time these units, too, or do not prune them."
             )
         return known[name].list_costs(group.num_units)
+
+    def hold(self, model: nn.Module, pruned: Sequence[UnitGroup]) -> CostTable:
+        """Return the table of a run that prunes these groups: the seconds of all other modules are part of ``rest``."""
+        names, known = {group.output_name for group in pruned}, {costs.module for costs in self.modules}
+        unit: Any = "head" if any(name.startswith("head ") for name in known) else "value_channels"
+        whole = [group for group in find_groups(model, unit) if group.output_name not in names]
+        costs = [self.list_costs(model, group)[-1] for group in whole if describe_module(model, group) in known]
+        return self.model_copy(update={"rest": self.rest + float(sum(costs))})
 
 
 def describe_module(model: nn.Module, group: UnitGroup) -> str:

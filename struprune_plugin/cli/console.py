@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -35,7 +34,10 @@ class Screen:
 
     def show(self, record: Any, *parts: object) -> None:
         """Print a command's result: the record under ``--json``, otherwise the parts, separated by empty lines."""
-        text = json.dumps(record, indent=1, default=str) if self.as_json else "\n\n".join(map(str, parts))
+        from pydantic_core import to_json
+
+        told = to_json(record, indent=1, inf_nan_mode="null", fallback=str).decode() if self.as_json else ""
+        text = told or "\n\n".join(map(str, parts))
         print(text, file=self._out, flush=True)
 
 

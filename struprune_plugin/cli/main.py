@@ -256,7 +256,8 @@ def sweep(
     def run_point(share: float, out: Path) -> None:
         oneshot(model, recipe, out, overwrite=out.exists(), changes={**changes, "sparsity": share}, **run)
 
-    scores = run_points(output, {**told, "scoring": asdict(asked)}, sparsities, run_point, make_scorer(asked, [model]))
+    scorer = make_scorer(asked, [model])
+    scores, refused = run_points(output, {**told, "scoring": asdict(asked)}, sparsities, run_point, scorer)
     draw_sweep(scores, output)
     record: dict[str, Any] = {"scores": scores}
     parts = [format_scores(scores), f"wrote {output}"]
@@ -265,6 +266,8 @@ def sweep(
         record["picked"] = {"point": point, "output": output / point}
         parts.append(f"picked {point}: {output / point}")
     screen.show(record, *parts)
+    for point, reason in refused.items():
+        raise ValueError(f"--sparsity: {', '.join(refused)} left out; {point}: {reason}")
 
 
 def describe_run(

@@ -83,10 +83,7 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def enter_layers(
-    model: PreTrainedModel,
-    batch: dict[str, Tensor],
-    context: DeviceContext,
-    known: Sequence[LayerCall] | None = None,
+    model: PreTrainedModel, batch: dict[str, Tensor], context: DeviceContext, known: Sequence[LayerCall] | None = None
 ) -> BatchFlow:
     """Return a batch at the first layer, with the calls of all layers; no layer runs.
 

@@ -87,14 +87,8 @@ def rotate_producer(
     return rows
 
 
-def mask_group(
-    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
-) -> None:
+def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
     """Set columns of a dense layer to zero, so that it computes what it does after :func:`slice_group`, in its old shapes."""
-    for name, new in (producers or {}).items():
-        rows = append_bias(*read_weight(find_linear(layer, name)))
-        rows[group.find_kept_rows(name, keep).to(rows.device)] = new.to(rows)
-        set_weight(find_linear(layer, name), rows)
     masked = weight.new_zeros(weight.shape[0], group.num_columns + 1)
     masked[:, with_bias_index(unit_columns(keep.to(weight.device), group.columns_per_unit), group.num_columns)] = weight
     set_consumer(layer, group, masked)

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
-from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
+from llmcompressor.modifiers.transform import AWQModifier, QuIPModifier, SmoothQuantModifier, SpinQuantModifier
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.resume import digest_tokens
@@ -23,27 +25,50 @@ from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.manifest import CalibrationRecord
 
 # modifiers that need the final weights
-_LAST = (QuantizationMixin, AWQModifier, SmoothQuantModifier, SparsityModifierBase)
+_LAST = (QuantizationMixin, AWQModifier, SmoothQuantModifier, SpinQuantModifier, QuIPModifier, SparsityModifierBase)
 
 
 def check_stage(modifier: Modifier, model: PreTrainedModel, before: Sequence[Modifier]) -> None:
     """Raise if a stage, which changes the weights, cannot stand where it does in the recipe, or cannot run on the model.
 
-    :raises ValueError: a quantiser, its smoothing, or a sparsity modifier (whose zeros would be lost) comes first; as
+    :raises ValueError: a quantiser, its smoothing or rotation, or a sparsity modifier (its zeros would be lost) comes first; as
         :func:`check_weights`
     """
     if first := next((type(other).__name__ for other in before if isinstance(other, _LAST)), None):
         name = type(modifier).__name__
         raise ValueError(
-            f"recipe: {name} must come before quantisers, their smoothing and sparsity modifiers, got {first} first. Move the "
-            f"stage of {name} up."
+            f"recipe: {name} must come before quantisers, their smoothing and rotation, and sparsity modifiers, got {first} first. "
+            f"Move the stage of {name} up."
         )
     check_weights(model)
 
 
-def check_cache_quantisation(modifiers: Sequence[Modifier], heads_differ: bool) -> None:
-    """Raise if a key-value cache is to be quantised although head counts differ between layers, now or after pruning."""
+def check_pruned(modifiers: Sequence[Modifier], config: PretrainedConfig) -> None:
+    """Raise if llm-compressor's modifiers alone would break a model that was pruned before."""
+    if not is_pruned(type(config)):
+        return
+    narrow = any("narrow" in linear for layer in config.layout["linears"] for linear in layer.values())
+    check_heads(modifiers, "num_attention_heads" in (config.per_layer_attributes or ()), narrow)
+    hosts = not any(isinstance(modifier, StructuredModifier) for modifier in modifiers)
+    if hosts and config.layout.get("parameters") and any(isinstance(one, REAPPruningModifier) for one in modifiers):
+        raise ValueError(
+            "REAPPruningModifier: its output would not load, since the channels of these experts were pruned. Run it before that, "
+            "or in one recipe with a StruPruneModifier."
+        )
+
+
+def check_heads(modifiers: Sequence[Modifier], heads_differ: bool, values_narrow: bool) -> None:
+    """Raise if a modifier reads heads in the configuration that the layers do not have, now or after pruning.
+
+    :param heads_differ: head counts differ between layers; a quantiser of the key-value cache reads one
+    :param values_narrow: values are narrower than queries; SpinQuant's R2 turns blocks as wide as these
+    """
     for modifier in modifiers:
+        if isinstance(modifier, SpinQuantModifier) and "R2" in modifier.rotations and values_narrow:
+            raise ValueError(
+                "SpinQuantModifier: rotations: R2 turns blocks as wide as a head, and pruned values are narrower, so that the "
+                "output would be wrong. Remove R2, or set attention_unit to head or none."
+            )
         if isinstance(modifier, QuantizationMixin) and modifier.resolved_config.kv_cache_scheme and heads_differ:
             raise ValueError(
                 f"{type(modifier).__name__}: kv_cache_scheme: llm-compressor reads one number of heads for all layers, and pruning "

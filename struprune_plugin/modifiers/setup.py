@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class RunSetup:
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
         return manifest.Manifest(
             model=manifest.ModelRecord(
-                base=model.config._name_or_path,
+                base=os.path.abspath(source) if os.path.isdir(source := model.config._name_or_path) else source,
                 type=model.config.model_type,
                 parameters_before=self.num_parameters,
                 parameters_after=count_parameters(model),
@@ -179,7 +180,7 @@ def _check_methods(
     """Raise if a method is not defined for the model, the chosen modules, or another field."""
     importance, update = modifier.importance, modifier.weight_update
     asked = f"importance: {importance.method}", f"weight_update: {update.method}"
-    checks.check_cache_quantisation(later, modifier.attention_unit == "head")
+    checks.check_heads(later, modifier.attention_unit == "head", modifier.attention_unit == "value_channels")
     importance.check(model, modifier.attention_unit, modifier.prune_ffn)
     if modifier.experts is not None and not importance.takes_experts and find_structure(model).has_experts:
         raise ValueError(

@@ -47,6 +47,8 @@ def load_recipe(
                 "of these."
             )
         loaded = Recipe.create_instance(recipe)
+        if any(modifier.initialized_ for modifier in loaded.modifiers):
+            raise ValueError("recipe: its modifiers have been in a run, and serve one run only. Make new ones.")
     count = sum(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers)
     if count > 1:
         raise ValueError(

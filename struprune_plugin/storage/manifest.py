@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -154,7 +153,7 @@ class ResultRecord:
     """Record of one measurement of an output, and of the dense model where that was measured."""
 
     name: str  # what was measured, with the settings that its value depends on
-    value: float
+    value: float | None  # None where it is not finite
     dense: float | None = None
     stderr: float | None = None
     dense_stderr: float | None = None
@@ -200,7 +199,7 @@ class Manifest(BaseModel):
 
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
     """Write a manifest into an output folder, whole or not at all."""
-    write_whole(Path(folder) / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1) + "\n")
+    write_whole(Path(folder) / MANIFEST_NAME, manifest.model_dump_json(indent=1) + "\n")
 
 
 def read_manifest(path: str | Path) -> Manifest:

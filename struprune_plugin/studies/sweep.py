@@ -22,13 +22,13 @@ def run_points(
     sparsities: Sequence[float],
     prune: Callable[[float, Path], object],
     score: Callable[[str], Score],
-) -> dict[str, Score]:
+) -> tuple[dict[str, Score], dict[str, str]]:
     """Prune and score every point, then score the dense model; what an earlier call with the same settings has finished is kept.
 
     :param folder: holds ``sweep.json`` and the output of every point, named by its sparsity
     :param settings: settings of the sweep, the model among them
     :param prune: prunes to a sparsity into a folder
-    :return: scores by point, those of the dense model first
+    :return: scores by point, those of the dense model first; why other points are left out
     :raises ValueError: the folder holds something else, or another sweep
     """
     settings = json.loads(json.dumps(settings, default=str))
@@ -39,7 +39,7 @@ def run_points(
         write_whole(folder / FILE_NAME, json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n")
 
     keep()  # marks the folder as this sweep's
-    points = {f"{sparsity:g}": sparsity for sparsity in sparsities}
+    points, refused = {f"{sparsity:g}": sparsity for sparsity in sparsities}, dict[str, str]()
     for name in tqdm([name for name in (*points, DENSE) if name not in scores], desc="sweep"):
         try:
             if name != DENSE:
@@ -47,11 +47,11 @@ def run_points(
         except ValueError as error:
             if not scores:  # the first point tells bad input at once
                 raise
-            logger.warning(f"{name} is left out: {error}")
+            refused[name] = str(error)
             continue
         scores[name] = score(settings["model"] if name == DENSE else str(folder / name))
         keep()
-    return {name: scores[name] for name in (DENSE, *points) if name in scores}
+    return {name: scores[name] for name in (DENSE, *points) if name in scores}, refused
 
 
 def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:

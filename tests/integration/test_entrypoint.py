@@ -40,6 +40,9 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent', .* got 'basic'"),
         ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
         ({"overwrit": True}, "must be an argument of oneshot. Did you mean overwrite?"),
+        ({"recipe_args": ["sparsity=0.5"]}, r"recipe_args: would be ignored, .* Pass changes=\{…\}"),
+        ({"use_loss_mask": True}, "use_loss_mask: would be ignored, must be left out, got True"),
+        ({"tokenizer": "no/tokenizer"}, "no/tokenizer"),
         ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "exactly one SparsityAllocatorModifier must"),
         (
             {"recipe": [StruPruneModifier(sparsity=0.3), SparsityAllocatorModifier(sparsity=0.3)]},
@@ -78,6 +81,19 @@ def test_oneshot_refuses_before_calibration_and_writes_nothing(opt, tmp_path, fi
 def test_a_field_of_the_recipe_is_no_argument(opt, name):
     with pytest.raises(ValueError, match=f'got a field of the recipe. Pass changes={{"{name}"'):
         oneshot(str(opt), "struprune", **{name: 0.3})
+
+
+def test_modifiers_serve_one_run(opt):
+    recipe = [StruPruneModifier(sparsity=0.3, **CHEAP)]
+    run_oneshot(str(opt), recipe)
+    with pytest.raises(ValueError, match="recipe: its modifiers have been in a run"):
+        run_oneshot(str(opt), recipe)
+
+
+def test_a_base_model_is_found_from_anywhere(opt, tmp_path, monkeypatch):
+    monkeypatch.chdir(opt.parent)
+    run_oneshot(opt.name, sparsity=0.3, output_dir=str(tmp_path / "out"))
+    assert read_manifest(tmp_path / "out").model.base == str(opt)
 
 
 def test_oneshot_refuses_to_run_without_calibration_text(opt, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.models import DEFAULT, run_oneshot, save_model
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -56,6 +57,13 @@ def test_widths_are_one_for_the_model_or_one_per_layer(mixture, tmp_path):
     prune(mixture, tmp_path / "layers", experts={"widths": "per_layer"}, width_multiple=1, **DEFAULT)
     widths = list_widths(tmp_path / "layers")
     assert all(len(kept) == 1 and kept.pop() % 8 == 0 for kept in widths.values())
+
+
+def test_whole_experts_leave_before_channels_do(mixture, tmp_path):
+    prune(mixture, tmp_path / "channels")
+    with pytest.raises(ValueError, match="REAPPruningModifier: its output would not load, since the channels of these"):
+        run_oneshot(str(tmp_path / "channels"), REAPPruningModifier(sparsity=0.25), output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_layer_s_own_width_is_saved_and_padded(mixture, tmp_path):

@@ -399,6 +399,19 @@ def test_quantised_caches_work_with_equal_heads_and_are_refused_with_others(tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_rotations_as_wide_as_heads_are_refused_with_narrower_values(tmp_path):
+    model, turned = save_wide_llama(tmp_path / "m"), make_modifier("SpinQuantModifier", rotations=["R2"])
+    message = "SpinQuantModifier: rotations: R2 turns blocks as wide as a head, and pruned values are narrower"
+    with pytest.raises(ValueError, match=message):
+        run(model, [StruPruneModifier(sparsity=0.2, **CHEAP), turned], tmp_path / "out")
+    run(model, StruPruneModifier(sparsity=0.2, **CHEAP), tmp_path / "narrow")
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "narrow", make_modifier("SpinQuantModifier", rotations=["R2"]), tmp_path / "out")
+    with pytest.raises(ValueError, match="must come before quantisers, their smoothing and rotation"):
+        run(model, [make_modifier("SpinQuantModifier"), StruPruneModifier(sparsity=0.2, **CHEAP)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantised_caches_work_with_grouped_queries(tmp_path):
     model = save_wide_llama(tmp_path / "m")
     run(model, [StruPruneModifier(sparsity=0.2, **CHEAP), eight_bits(kv_cache_scheme=CACHE)], tmp_path / "out")

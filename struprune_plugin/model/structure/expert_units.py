@@ -23,11 +23,7 @@ _EXACT = 1e-4  # relative to a change of the layer's output
 
 
 def find_experts(
-    model: nn.Module,
-    kinds: Sequence[Measured],
-    layouts: Sequence[LayerLayout],
-    length: int,
-    run: TinyRun,
+    model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
 ) -> list[LayerLayout]:
     """Return the layouts of the kinds of layers, measured on ``length`` tokens, with their experts, which are split in place."""
     wanted = run()

@@ -64,11 +64,7 @@ def find_flaw(
 
 @torch.no_grad()
 def survives_mixing(
-    layers: Sequence[nn.Module],
-    consumer: str,
-    rows: Sequence[tuple[str, Part, Tensor]],
-    matrix: Tensor,
-    run: TinyRun,
+    layers: Sequence[nn.Module], consumer: str, rows: Sequence[tuple[str, Part, Tensor]], matrix: Tensor, run: TinyRun
 ) -> bool:
     """Return whether a model's logits stay when an orthogonal matrix, shape [width, width], mixes the channels of every head.
 

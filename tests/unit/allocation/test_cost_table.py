@@ -98,6 +98,18 @@ def test_a_speedup_is_met_by_the_table(folder, llama, tmp_path, rule, flat):
         assert all(group.kept == group.num_units for group in whole), "what frees no time stays"
 
 
+@pytest.mark.parametrize("fields", [{"attention_unit": "none"}, {"prune_ffn": False}, {"ignore": ["re:.*layers.1.*"]}])
+def test_what_is_not_pruned_keeps_its_seconds(folder, llama, tmp_path, fields):
+    budget = {"speedup": 1.1, "costs": str(write_table(llama, tmp_path / "costs.json"))}
+    run_oneshot(str(folder), budget=budget, **fields, output_dir=str(tmp_path / "out"))
+    manifest, table = read_manifest(tmp_path / "out"), read_table(budget["costs"], llama)
+    kept = {group.name: group.kept for group in manifest.groups}
+    groups = find_groups(llama, "value_channels")
+    seconds = sum(float(table.list_costs(llama, one)[kept.get(one.name, one.num_units)]) for one in groups)
+    assert table.dense / (table.rest + seconds) == pytest.approx(manifest.budget.limit.planned)
+    assert 1.1 <= manifest.budget.limit.planned < 1.15
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [

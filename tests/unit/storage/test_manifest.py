@@ -1,10 +1,11 @@
 """The manifest: typed, whole or refused in one line that names the file and the place."""
 
 import json
+import math
 
 import pytest
 
-from struprune_plugin.storage.manifest import Manifest, read_manifest, write_manifest
+from struprune_plugin.storage.manifest import Manifest, ResultRecord, read_manifest, write_manifest
 
 
 @pytest.fixture
@@ -30,6 +31,12 @@ def test_what_is_written_is_read_as_it_was(manifest, tmp_path):
     assert "evaluation" not in content, "nothing was measured"
     assert not {"temperature", "searched"} & content["allocation"].keys(), "what the rule has no use for"
     assert content["groups"][0]["error_after"] == manifest.groups[0].error_after
+
+
+def test_numbers_that_are_not_finite_are_null(manifest, tmp_path):
+    write_manifest(manifest.model_copy(update={"evaluation": [ResultRecord("perplexity", math.inf, 2.0)]}), tmp_path)
+    assert "Infinity" not in (tmp_path / "struprune.json").read_text()
+    assert read_manifest(tmp_path).evaluation == [ResultRecord("perplexity", None, 2.0)]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_sweep_that_was_killed_goes_on(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
-    found = sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
+    found, _ = sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
     assert done == ["0.2", "killed", "0.4"]
     assert [*found] == ["dense", "0.2", "0.4"]
 
@@ -75,9 +75,11 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
 def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_path, capsys):
     assert run(opt, tmp_path / "none", sparsities="0.98") == 2
     assert "Lower sparsity" in capsys.readouterr().err
-    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 0
+    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 2
     assert [*json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]] == ["0.2", "dense"]
-    assert "\n0.2 " in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "\n0.2 " in told.out
+    assert "--sparsity: 0.98 left out; 0.98: sparsity=0.98: the chosen units must hold" in told.err
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class CostTable(Config):
             )
         return known[name].list_costs(group.num_units)
 
-    def hold(self, model: nn.Module, pruned: Sequence[UnitGroup]) -> CostTable:
+    def add_whole(self, model: nn.Module, pruned: Sequence[UnitGroup]) -> CostTable:
         """Return the table of a run that prunes these groups: the seconds of all other modules are part of ``rest``."""
         names, known = {group.output_name for group in pruned}, {costs.module for costs in self.modules}
         unit: Any = "head" if any(name.startswith("head ") for name in known) else "value_channels"

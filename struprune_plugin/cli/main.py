@@ -266,8 +266,8 @@ def sweep(
         record["picked"] = {"point": point, "output": output / point}
         parts.append(f"picked {point}: {output / point}")
     screen.show(record, *parts)
-    for point, reason in refused.items():
-        raise ValueError(f"--sparsity: {', '.join(refused)} left out; {point}: {reason}")
+    if refused:
+        raise ValueError(f"--sparsity: left out: {'; '.join(f'{point}: {why}' for point, why in refused.items())}")
 
 
 def describe_run(

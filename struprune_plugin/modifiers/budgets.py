@@ -210,7 +210,7 @@ def _find_limit(
             else (f"allocation: {rule.rule}", "allocation: error_curve")
         )
         raise ValueError(f"budget: `{told}` cannot meet a speedup. Give sparsity instead, or set `{remedy}`.")
-    table = read_table(str(modifier.budget.costs), model).hold(model, groups)
+    table = read_table(str(modifier.budget.costs), model).add_whole(model, groups)
     by_name, costs = {group.name: group for group in groups}, []
     for size in sizes:
         members = [(by_name[name], factor) for name, factor in size.members]

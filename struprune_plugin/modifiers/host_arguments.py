@@ -30,7 +30,7 @@ from struprune_plugin.storage.registry import suggest
 
 _PRECISIONS = r"auto|None|full|half|(torch\.)?(float32|bfloat16|float16)"  # llm-compressor treats any other as auto
 _OWN = ("overwrite", "offload_folder", "checkpoint_dir", "seed", "changes")  # parameters of our oneshot alone
-_WITHOUT_EFFECT = {
+_REFUSED = {  # what would be ignored, or would put the model elsewhere -> what to do
     "config_name": "The configuration is that in the model's folder.",
     "recipe_args": "Pass changes={…}.",
     "stage": "Give a recipe of that stage alone.",
@@ -51,9 +51,9 @@ def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, 
         raise ValueError(
             f"{name}: must be an argument of oneshot{', got a field of the recipe' if is_field else ''}. {remedy}"
         )
-    for name, remedy in _WITHOUT_EFFECT.items():
+    for name, remedy in _REFUSED.items():
         if kwargs.get(name):
-            raise ValueError(f"{name}: would be ignored, must be left out, got {shorten_value(kwargs[name])}. {remedy}")
+            raise ValueError(f"{name}: must be left out, got {shorten_value(kwargs[name])}. {remedy}")
     if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
         raise ValueError(
             f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these; merge adapters "

@@ -40,8 +40,8 @@ def broken_model(tmp_path, name, value=float("inf")):
         ({"sparsity": 0.3, "pipeline": "basic"}, "pipeline: must be 'independent', .* got 'basic'"),
         ({"num_calibration_sample": 4}, "must be an argument of oneshot. Did you mean num_calibration_samples?"),
         ({"overwrit": True}, "must be an argument of oneshot. Did you mean overwrite?"),
-        ({"recipe_args": ["sparsity=0.5"]}, r"recipe_args: would be ignored, .* Pass changes=\{…\}"),
-        ({"use_loss_mask": True}, "use_loss_mask: would be ignored, must be left out, got True"),
+        ({"recipe_args": ["sparsity=0.5"]}, r"recipe_args: must be left out, .* Pass changes=\{…\}"),
+        ({"use_loss_mask": True}, "use_loss_mask: must be left out, got True"),
         ({"tokenizer": "no/tokenizer"}, "no/tokenizer"),
         ({"recipe": [SparsityAllocatorModifier(sparsity=0.3)]}, "exactly one SparsityAllocatorModifier must"),
         (

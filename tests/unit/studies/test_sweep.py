@@ -79,7 +79,7 @@ def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_
     assert [*json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]] == ["0.2", "dense"]
     told = capsys.readouterr()
     assert "\n0.2 " in told.out
-    assert "--sparsity: 0.98 left out; 0.98: sparsity=0.98: the chosen units must hold" in told.err
+    assert "--sparsity: left out: 0.98: sparsity=0.98: the chosen units must hold" in told.err
 
 
 @pytest.mark.parametrize(

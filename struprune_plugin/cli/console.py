@@ -36,9 +36,9 @@ class Screen:
         """Print a command's result: the record under ``--json``, otherwise the parts, separated by empty lines."""
         from pydantic_core import to_json
 
-        told = to_json(record, indent=1, inf_nan_mode="null", fallback=str).decode() if self.as_json else ""
-        text = told or "\n\n".join(map(str, parts))
-        print(text, file=self._out, flush=True)
+        if self.as_json:  # numbers that are not finite, which JSON lacks, become null
+            parts = (to_json(record, indent=1, inf_nan_mode="null", fallback=str).decode(),)
+        print("\n\n".join(map(str, parts)), file=self._out, flush=True)
 
 
 def show_error(message: str) -> None:

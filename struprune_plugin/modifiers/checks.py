@@ -49,8 +49,8 @@ def check_pruned(modifiers: Sequence[Modifier], config: PretrainedConfig) -> Non
         return
     narrow = any("narrow" in linear for layer in config.layout["linears"] for linear in layer.values())
     check_heads(modifiers, "num_attention_heads" in (config.per_layer_attributes or ()), narrow)
-    hosts = not any(isinstance(modifier, StructuredModifier) for modifier in modifiers)
-    if hosts and config.layout.get("parameters") and any(isinstance(one, REAPPruningModifier) for one in modifiers):
+    alone = not any(isinstance(modifier, StructuredModifier) for modifier in modifiers)  # none writes the layout anew
+    if alone and config.layout.get("parameters") and any(isinstance(one, REAPPruningModifier) for one in modifiers):
         raise ValueError(
             "REAPPruningModifier: its output would not load, since the channels of these experts were pruned. Run it before that, "
             "or in one recipe with a StruPruneModifier."

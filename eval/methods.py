@@ -60,7 +60,8 @@ def _print(row: Row) -> Row:
     return Row(fields)
 
 
-_RECOVERY = {"schedule": {"epochs": 4, "max_steps": 100}}
+_RECOVERY: dict[str, Any] = {"adapters": {"rank": 8, "alpha": 16.0}, "batch_size": 4, "holdout": {"fraction": 0.05}}
+_RECOVERY |= {"schedule": {"epochs": 1, "learning_rate": 1e-3}}  # as recipes/struprune_lora.yaml
 PARTS: dict[str, Row] = {  # the default without one of its parts
     "default": DEFAULT,
     "uniform allocation": Row({"allocation": "uniform"}),
@@ -82,25 +83,25 @@ SETS: dict[str, dict[str, Row]] = {
         **{"effort: default": DEFAULT, "effort: best": Row({"effort": "best"}, text=4)},
     },
     "paper": {**PAPERS_PEERS, **OTHERS, **ALGORITHMS, OURS: DEFAULT},
-    "printed": {**ALGORITHMS, **{f"{name}, as printed": _print(row) for name, row in ALGORITHMS.items()}},
+    "printed": {**ALGORITHMS, **{f"{name} as printed": _print(row) for name, row in ALGORITHMS.items()}},
     "admm": {
-        "FFN, wanda, least squares": Row(spell(**_FFN)),
-        "FFN, wanda, ADMM": Row(spell(**_FFN, weight_update=_ADMM)),
-        "FFN and heads, wanda, least squares": Row(spell(importance="wanda")),
-        "FFN and heads, wanda, ADMM method 2": Row(spell(importance="wanda", weight_update=_ADMM)),
-        "FFN and heads, wanda, ADMM method 1": Row(spell(importance="wanda", weight_update=_METHOD_1)),
-        "FFN and heads, obs, least squares": Row(spell()),
-        "FFN and heads, obs, ADMM method 2": Row(spell(weight_update=_ADMM)),
-        "FFN and heads, obs, ADMM method 1": Row(spell(weight_update=_METHOD_1)),
+        "FFN by wanda: least squares": Row(spell(**_FFN)),
+        "FFN by wanda: ADMM": Row(spell(**_FFN, weight_update=_ADMM)),
+        "FFN and heads by wanda: least squares": Row(spell(importance="wanda")),
+        "FFN and heads by wanda: ADMM method 2": Row(spell(importance="wanda", weight_update=_ADMM)),
+        "FFN and heads by wanda: ADMM method 1": Row(spell(importance="wanda", weight_update=_METHOD_1)),
+        "FFN and heads by obs: least squares": Row(spell()),
+        "FFN and heads by obs: ADMM method 2": Row(spell(weight_update=_ADMM)),
+        "FFN and heads by obs: ADMM method 1": Row(spell(weight_update=_METHOD_1)),
     },
     "recovery": {
-        **{"FASP's recipe": Row(FASP_RECIPE), "FASP's recipe, LoRA": Row(FASP_RECIPE, _RECOVERY)},
-        **{"default": DEFAULT, "default, LoRA": Row({}, _RECOVERY)},
+        **{"FASP's recipe": Row(FASP_RECIPE), "FASP's recipe + LoRA": Row(FASP_RECIPE, _RECOVERY)},
+        **{"default": DEFAULT, "default + LoRA": Row({}, _RECOVERY)},
     },
     "experts": {  # channels of the experts of a mixture, or whole experts, and nothing else
         "REAP": Row(peer="eval.peers.reap:prune_reap", of_experts=True),
         "channels": Row(_ONLY, of_experts=True),
-        "channels, per layer": Row({**_ONLY, "experts": {"widths": "per_layer"}}, of_experts=True),
-        "whole, by REAP's score": Row({**_ONLY, "experts": "whole"}, of_experts=True),
+        "channels per layer": Row({**_ONLY, "experts": {"widths": "per_layer"}}, of_experts=True),
+        "whole by REAP's score": Row({**_ONLY, "experts": "whole"}, of_experts=True),
     },
 }

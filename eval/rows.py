@@ -241,7 +241,7 @@ def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work
 def measure_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor, window: int) -> float:
     """Return KL(dense ‖ model) in nats, mean over the predictions of windows that are read one by one."""
     total, windows = 0.0, tokens.unfold(0, window, window)
-    for batch in windows.split(4):
+    for batch in windows.split(max(1024 // window, 1)):
         wanted, found = (
             torch.log_softmax(m(input_ids=batch.to(m.device), use_cache=False).logits[:, :-1].float(), -1)
             for m in (dense, model)

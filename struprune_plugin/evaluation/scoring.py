@@ -20,6 +20,8 @@ from struprune_plugin.storage.files import shorten_error
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+_SCORED = 2048  # tokens whose logits are in memory at once: 1.2 GB for each copy where the vocabulary is 152,000
+
 
 @torch.no_grad()
 def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batch_size: int = 8) -> float:
@@ -27,18 +29,17 @@ def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batc
 
     :param tokens: shape [tokens], int64; a last, shorter window is dropped
     :param window: context length in tokens, at least 2
+    :param batch_size: most windows in a batch, which has at most 2,048 tokens or one window
     :raises ValueError: a token has no embedding, or there are fewer tokens than a window
     """
     check_windows(tokens, window, model.config)
     embeddings = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
     if int(tokens.max()) >= embeddings:
         raise ValueError(
-            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {int(tokens.max())}. Use the "
-            "model's own tokenizer."
+            f"text: token ids must be below {embeddings}, the model's number of embeddings, got {tokens.max()}. Use its tokenizer."
         )
-    losses = []
-    for batch in tqdm(tokens.unfold(0, window, window).split(batch_size), desc="perplexity", leave=False):
-        batch = batch.to(model.device)
+    windows, losses = tokens.to(model.device).unfold(0, window, window), []
+    for batch in tqdm(windows.split(max(min(batch_size, _SCORED // window), 1)), desc="perplexity", leave=False):
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
         losses.append(loss.double())

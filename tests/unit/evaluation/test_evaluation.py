@@ -28,6 +28,16 @@ def test_measure_perplexity_equals_naive_loop():
     assert ours == pytest.approx(_naive_perplexity(model, tokens, 16), rel=1e-4)
 
 
+def test_the_logits_of_long_windows_are_computed_a_few_at_a_time(monkeypatch):
+    model, seen = make_opt(), list[torch.Size]()
+    model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"].shape), with_kwargs=True)
+    measure_perplexity(model, torch.arange(4, 4 + 9 * 32), window=32)
+    assert seen == [(8, 32), (1, 32)]
+    monkeypatch.setattr(scoring, "_SCORED", 80)
+    measure_perplexity(model, torch.arange(4, 4 + 3 * 32), window=32)
+    assert seen[2:] == [(2, 32), (1, 32)]
+
+
 def test_measure_perplexity_uniform_model_gives_the_vocabulary():
     model = make_opt()
     model.model.decoder.embed_tokens.weight.data.zero_()

@@ -68,6 +68,8 @@ PARTS: dict[str, Row] = {  # the default without one of its parts
     "no trials": Row({"allocation": {"rule": "error_curve", "trial_samples": 0}}),
     "no rotation": Row({"rotate_values": False}),
     "no sensitivity": Row({"sensitivity": "none"}),
+    "heads for value channels": Row({"attention_unit": "head"}),
+    "FFN alone": Row({"attention_unit": "none"}),
     "local targets": Row({"reconstruct": "local"}),
     "residual targets": Row({"reconstruct": "residual"}),
     "dampening 0.01": Row({"dampening_frac": 0.01}),

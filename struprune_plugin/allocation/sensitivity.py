@@ -22,7 +22,7 @@ from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_bat
 from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.linalg.solve import sqrt_psd
-from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights
+from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights, read_hidden_size
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.problem import Sensitivity
@@ -120,7 +120,7 @@ def _fit_batches(
     with disable_onloading():
         item = model.dtype.itemsize
     on_host = _HELD * min(count_parameters(model) * item, psutil.virtual_memory().available)
-    each = len(find_decoder_layers(model)) * model.config.get_text_config().hidden_size * item
+    each = len(find_decoder_layers(model)) * read_hidden_size(model) * item
     most, taken = context.resident.get("states", on_host) / each, list[dict[str, Tensor]]()
     for part in parts:
         if taken and sum(batch["input_ids"].numel() for batch in [part, *taken]) > most:

@@ -247,7 +247,7 @@ def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(dataset, Dataset) or total < ranks:
         raise ValueError(
             f"dataset: must be a file, c4, wikitext2, a Dataset or a loader with a sample for each of the {ranks} processes, got "
-            f"{dataset!r}. Load it and pass the Dataset, or use more samples."
+            f"{type(dataset).__name__} with {total}. Load it and pass the Dataset, or use more samples."
         )
     part = split_range(total)
     return {**kwargs, "dataset": dataset.select(part), "num_calibration_samples": len(part)}

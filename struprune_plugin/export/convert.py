@@ -105,6 +105,8 @@ def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
     """State a model's sizes in its pruned configuration by the dense one's own keys, too, for engines that read them."""
     twin = any_class.build_dense(find_stock(type(model)), dense)
     any_class.replace_conv1d(twin)
+    if config.is_heterogeneous and not dense.is_heterogeneous:
+        config.per_layer_config = None  # that of an earlier run, with which single values cannot be read
     key, widths = _find_expert_widths(model, dense, twin)
     if len(set(widths.values())) == 1:  # all layers have it
         config.layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
@@ -118,7 +120,6 @@ def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
     differing = {name for own in sizes.values() for name, size in own.items() if size != known[name]}
     config.layout["states_sizes"] = bool(differing)
     if differing:
-        config.per_layer_config = None  # with that of an earlier run, single values cannot be read
         config.per_layer_config = {i: {n: own[n] for n in differing if n in own} for i, own in sizes.items()}
         if "num_attention_heads" in differing and getattr(config, "head_dim", None) is None:
             # else readers divide the hidden size by the heads
@@ -175,6 +176,8 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if is_custom(model):  # saved with its original code
         type(config).register_for_auto_class("AutoConfig")
         type(model).register_for_auto_class("AutoModelForCausalLM")
+    else:
+        vars(config).pop("auto_map", None)  # of code in the source folder, which was not run
 
 
 def finish_model(model: PreTrainedModel, uniform: bool) -> None:

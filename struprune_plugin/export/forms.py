@@ -23,6 +23,7 @@ from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_whole, read_config
 
 Form = Literal["uniform-padded", "gguf"]
+_ALIGNED = 8  # widths of experts are multiples of it: torch's kernels for packed experts need strides of 16 bytes
 
 
 @reset_torch()
@@ -84,7 +85,8 @@ def _pad_layers(model: PreTrainedModel) -> None:
     if whole:
         groups, widths = _list_ffns(model), dict[int, int]()
         for group, wide in zip(groups, whole, strict=True):
-            widths[wide] = max(widths.get(wide, 0), group.num_units)
+            width = min(-(-group.num_units // _ALIGNED) * _ALIGNED, wide) if group.experts else group.num_units
+            widths[wide] = max(widths.get(wide, 0), width)
         _pad(model, groups, [widths[wide] for wide in whole])
     try:
         config = stock_config.find_stock_config(model, changes)

@@ -16,10 +16,12 @@ from struprune_plugin.export.any_class import (
     list_shapes,
     list_stock_shapes,
     release_heads,
+    replace_conv1d,
 )
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
+from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
@@ -93,24 +95,30 @@ def change_heads(model: PreTrainedModel, num_key_value_heads: int) -> dict[str, 
     if sizes is None:
         return {}
     num_heads = num_key_value_heads * sizes.num_heads // sizes.num_key_value_heads
-    if not num_heads or num_heads == dense.num_attention_heads:
+    if not num_heads or num_heads == getattr(dense, "num_attention_heads", sizes.num_heads):
         return {}
     counts = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
     return counts | {"head_dim": sizes.head_dim}
 
 
 def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
-    """Return whether a model's stock class can be configured with ``num_key_value_heads`` in every layer."""
+    """Return whether a model's stock class can be configured with ``num_key_value_heads`` in every layer, and differs in the
+    linears of the heads alone."""
     changes = change_heads(model, num_key_value_heads)
     if not changes:
         return True
     try:
-        built = build_stock(model, changes)[0]
+        built, dense = (build_stock(model, own)[0] for own in (changes, {}))
+        replace_conv1d(built)
+        replace_conv1d(dense)
+        sizes = [size for size in list_sizes(built) if size.num_heads]
     except ValueError:
         return False
-    wanted = tuple(changes.values())
-    sizes = (size for size in list_sizes(built) if size.num_heads)
-    return all((size.num_heads, size.num_key_value_heads, size.head_dim) == wanted for size in sizes)
+    groups = find_groups(model, "head", prune_ffn=False)
+    own = {f"{group.layer_name}.{name}" for group in groups for name in (*group.producers, group.consumer)}
+    shapes, wanted = list_shapes(built), tuple(changes.values())
+    changed = {name.rpartition(".")[0] for name, shape in list_shapes(dense).items() if shapes[name] != shape}
+    return changed <= own and all((s.num_heads, s.num_key_value_heads, s.head_dim) == wanted for s in sizes)
 
 
 def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:

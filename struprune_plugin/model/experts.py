@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.offload import disable_onloading, get_cache_init_kwargs, offload_module
 from compressed_tensors.offload.cache import DiskCache, OffloadCache
 from compressed_tensors.utils import patch_attr
-from llmcompressor.modeling.moe import linear_experts
+from llmcompressor.modeling.moe import linear_experts, llama4
 from llmcompressor.modeling.moe.gpt_oss import GptOssExpertMLP
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
@@ -87,7 +87,8 @@ def take_apart(model: nn.Module) -> None:
             if down.is_meta:
                 stack.enter_context(torch.device("meta"))
             if not isinstance(packed._parameters, OffloadCache):  # llm-compressor always wraps the linears
-                stack.enter_context(patch_attr(linear_experts, "offload_module", lambda *_, **__: None))
+                for own in (linear_experts, llama4):
+                    stack.enter_context(patch_attr(own, "offload_module", lambda *_, **__: None))
             made = kind.from_experts_module(packed, config)
         _remember(made, packed)
         model.set_submodule(name, made)

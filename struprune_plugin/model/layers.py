@@ -38,6 +38,12 @@ def find_linear(layer: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, layer.get_submodule(name))
 
 
+def read_hidden_size(model: PreTrainedModel) -> int:
+    """Return the width of the residual stream: the configuration's or, if a custom one has another name for it, the embeddings'."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "hidden_size", 0) or model.get_input_embeddings().weight.shape[-1])
+
+
 def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
     """Return the number of parameters of all linears of the modules that hold units, with or without experts: the base of
     ``sparsity``. Biases count, parameters that a quantiser later in the recipe has added do not."""

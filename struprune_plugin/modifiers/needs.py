@@ -19,6 +19,7 @@ from struprune_plugin.model.layers import (
     find_layouts,
     find_linear,
     measure_layer,
+    read_hidden_size,
     sum_outputs,
 )
 from struprune_plugin.model.structure.layout import LayerLayout
@@ -91,7 +92,7 @@ def _list_bytes(parts: Mapping[str, int]) -> str:
 def count_needs(model: PreTrainedModel, modifier: StructuredModifier, work: Workload) -> Needs:
     """Return the bytes that a run needs, from shapes and measured units alone."""
     groups = modifier.prepare_groups(model)
-    hidden: int = model.config.get_text_config(decoder=True).hidden_size
+    hidden = read_hidden_size(model)
     item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
     movable = {
@@ -152,7 +153,7 @@ def _count_bytes(module: nn.Module) -> int:
 def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLayout, work: Workload) -> int:
     """Return the bytes of one layer's forward pass on a micro-batch."""
     config: Any = model.config.get_text_config(decoder=True)
-    attention, hidden, length = layout.attention, config.hidden_size, work.seq_length
+    attention, hidden, length = layout.attention, read_hidden_size(model), work.seq_length
     values = 0 if attention is None else 3 * sum_outputs(attention.producers, layer)
     inside = sum(sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns)
     if layout.experts is not None:

@@ -16,6 +16,7 @@ from struprune_plugin.allocation.sensitivity import measure_sensitivity
 from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.linalg.rounding import expand_counts
+from struprune_plugin.model.layers import read_hidden_size
 from struprune_plugin.modifiers.budgets import check_widths
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import RunSetup
@@ -92,7 +93,7 @@ class Planner:
     def _measure_curves(self, fit: curves.Batches, sensitivity: Sensitivity, keeps: bool) -> curves.Fit:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
         recipe, context = self.recipe, self.context
-        hidden_size = self.model.config.get_text_config(decoder=True).hidden_size
+        hidden_size = read_hidden_size(self.model)
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
         keeps = keeps and all(gather("moments" in context.resident or curves.can_keep_moments(groups, hidden_size)))
         measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)

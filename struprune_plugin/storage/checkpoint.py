@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.model.structure.finder import find_structure_of
+from struprune_plugin.model.structure.locate import find_stock
 from struprune_plugin.model.structure.shrinking import walk_parts
 from struprune_plugin.storage.files import check_model, shorten_error
 
@@ -57,11 +58,11 @@ def is_packed(config: PretrainedConfig) -> bool:
 
 
 def find_custom_class(model: str, config: PretrainedConfig, revision: str = "main") -> Any:
-    """Return the model class that ships with a checkpoint if its configuration class does (``trust_remote_code``); else None."""
+    """Return the dense model class that comes with a checkpoint if its configuration does (``trust_remote_code``), or None."""
     named = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if named is None or not type(config).__module__.startswith("transformers_modules."):
         return None
-    return get_class_from_dynamic_module(named, model, revision=revision)
+    return find_stock(get_class_from_dynamic_module(named, model, revision=revision))
 
 
 def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 class OwnConfig(PretrainedConfig):
     model_type = "own"
-    def __init__(self, vocab_size=2048, hidden_size=48, n_heads=4, width=80, num_hidden_layers=3, **kwargs):
-        self.vocab_size, self.hidden_size, self.n_heads, self.width = vocab_size, hidden_size, n_heads, width
+    def __init__(self, vocab_size=2048, d_model=48, n_heads=4, width=80, num_hidden_layers=3, **kwargs):
+        self.vocab_size, self.d_model, self.n_heads, self.width = vocab_size, d_model, n_heads, width
         self.num_hidden_layers = num_hidden_layers
         super().__init__(**kwargs)
 """,
@@ -24,7 +24,7 @@ from torch import nn
 class OwnBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
-        size = config.hidden_size
+        size = config.d_model
         self.n_heads = config.n_heads
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(size, size, bias=False) for _ in range(4))
         self.fc, self.proj = nn.Linear(size, config.width), nn.Linear(config.width, size)
@@ -51,7 +51,7 @@ class OwnPreTrainedModel(PreTrainedModel):
 class OwnModel(OwnPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList([OwnBlock(config) for _ in range(config.num_hidden_layers)])
         self.post_init()
     def forward(self, input_ids, **kwargs):
@@ -64,7 +64,7 @@ class OwnForCausalLM(OwnPreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.model = OwnModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         return {"input_ids": input_ids}

@@ -203,6 +203,12 @@ def test_code_of_a_folder_is_pruned_where_it_is_trusted(own, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     ids = torch.tensor([make_dataset(1)[0]["input_ids"]])
     torch.testing.assert_close(again(ids).logits, pruned(ids).logits)
+    fields = {"sparsity": 0.2, "trust_remote_code_model": True}
+    further = run_oneshot(str(out), output_dir=str(tmp_path / "further"), **fields)
+    assert further.num_parameters() < again.num_parameters()
+    run_oneshot(str(own), attention_unit="none", output="uniform", output_dir=str(tmp_path / "uniform"), **fields)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "uniform", trust_remote_code=True)
+    assert type(stock).__name__ == "OwnForCausalLM"
 
 
 def test_every_command_that_loads_a_model_may_trust_its_code(own, tmp_path, capsys):

@@ -11,6 +11,7 @@ from helpers.models import make_opt, run_oneshot, save_model
 
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, read_texts
+from struprune_plugin.modifiers import checks
 from struprune_plugin.modifiers.checks import check_calibration
 from struprune_plugin.recipes.load import load_recipe
 
@@ -165,3 +166,9 @@ def test_check_calibration_counts_what_differs():
     check_calibration(model, alike, "fc2", 128)
     with pytest.raises(ValueError, match=r"\(4 distinct sequences with 128 tokens\)"):
         check_calibration(model, alike, "fc2", 129)
+
+
+def test_a_process_without_text_is_refused_by_all_processes(monkeypatch):
+    monkeypatch.setattr(checks, "gather", lambda value: [value, [] if isinstance(value, list) else value])
+    with pytest.raises(ValueError, match="every process must have a calibration sequence, got none in 1 of 2"):
+        check_calibration(make_opt(), make_loader([list(range(32))]), "fc2", 32)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from helpers.models import DEFAULT, run_oneshot, save_model
+from helpers.models import DEFAULT, make_dataset, make_model, run_oneshot, save_model
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file
@@ -79,6 +79,17 @@ def test_a_layer_s_own_width_is_saved_and_padded(mixture, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
     assert type(stock).__name__ == "MixtralForCausalLM"
     torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_run_may_make_the_widths_equal(tmp_path):
+    folder = save_model(make_model("qwen3_moe", mlp_only_layers=[], moe_intermediate_size=24), tmp_path / "dense")
+    fields = {"attention_unit": "none", "experts": {"widths": "per_layer"}, "dataset": make_dataset(16)}
+    run_oneshot(folder, sparsity=0.1, targets=["re:.*layers\\.0\\..*"], output_dir=str(tmp_path / "one"), **fields)
+    pruned = run_oneshot(str(tmp_path / "one"), sparsity=1 / 3, output_dir=str(tmp_path / "two"), **fields)
+    assert len({layer.mlp.experts.down_proj.shape for layer in pruned.model.layers}) == 1
+    tokens = torch.arange(4, 36)[None]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
+    torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
 
 
 def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mixture, tmp_path):

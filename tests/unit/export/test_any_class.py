@@ -119,8 +119,19 @@ def test_uniform_layers_become_a_stock_model_by_measure(model_type, tmp_path):
     assert not [*(tmp_path / "stock").glob("*.py")]
     torch.testing.assert_close(again(read_ids(model)).logits, masked(read_ids(model)).logits, rtol=1e-4, atol=1e-5)
     assert again.num_parameters() < dense or model_type == "bloom"
-    convert.adopt_stock(model, stock_config.find_stock_config(model))
+    found = stock_config.find_stock_config(model)
+    found.auto_map = {"AutoConfig": "configuration_own.OwnConfig"}  # of code in the source folder that was not run
+    convert.adopt_stock(model, found)
+    assert "auto_map" not in model.config.to_dict()
     assert torch.equal(model(read_ids(model)).logits, again(read_ids(model)).logits)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "holds"), [("llama", True), ("gpt2", False), ("gpt_oss", False), ("minimax", False)]
+)
+def test_a_class_holds_fewer_heads_if_these_linears_alone_change(model_type, holds):
+    """GPT-2 divides its width by the heads, gpt-oss has a sink for each, MiniMax counts those of linear attention, too."""
+    assert stock_config.can_hold_heads(make_tiny(model_type), 1) is holds
 
 
 def test_a_width_is_found_though_another_key_has_the_same_value():

@@ -5,6 +5,7 @@ import torch
 from compressed_tensors.offload import disable_onloading
 
 from eval.coverage import make_config
+from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.experts import list_experts, list_packed_shapes, pack_experts, take_apart
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
@@ -47,6 +48,16 @@ def test_taken_apart_and_packed_again_they_are_the_same(model_type):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(run(model, tokens), wanted)
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_they_are_taken_apart_without_weights(model_type):
+    """As ``struprune plan`` does."""
+    model = build(model_type)[0]
+    empty = build_dense(type(model), model.config)
+    take_apart(empty)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    assert len([*list_experts(empty)]) > 0
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)

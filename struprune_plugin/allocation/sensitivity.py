@@ -157,7 +157,8 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
                         "model: logits must be finite, got NaN or Inf. Load it in a wider dtype (bfloat16 or float32)."
                     )
                 return None
-            draws = torch.rand(len(counted), generator=generator.manual_seed(first + row), dtype=torch.float64)
+            drawn = torch.rand(int(counted.sum()), generator=generator.manual_seed(first + row), dtype=torch.float64)
+            draws = torch.zeros(len(counted), dtype=torch.float64).masked_scatter_(counted.cpu(), drawn)
             labels = draw_labels(above, draws.to(logits.device))
             above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
             above[~counted] = 0

@@ -29,7 +29,7 @@ _OUT = "folder to write; it appears when it is complete"
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
 _CHECKPOINT = "folder for finished layers; after an interruption, the same command continues"
 _PAGE = "page to write [default: OUT.html beside the folder]"
-_POINTS = "folder for the models, the table, JSON and a picture"
+_POINTS = "folder for the models, JSON and a picture"
 _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
@@ -128,16 +128,17 @@ def eval_(
     Perplexity is per token, over windows of fixed length; with --tasks alone it is left out.
     """
     screen = Screen(as_json, quiet)
-    if limit and not tasks:
-        raise ValueError(
-            f"--limit: must come with --tasks, got {limit} alone. Name tasks, or limit the text by --max-tokens."
-        )
+    for option, value in {"--limit": limit, "--include-path": include_path}.items():
+        if value and not tasks:
+            raise ValueError(f"{option}: must come with --tasks, got {value} alone. Name tasks, or leave it out.")
+    if max_tokens and tasks and not text:
+        raise ValueError(f"--max-tokens: must come with --text, got {max_tokens} with --tasks alone. Leave it out.")
     opt.prepare(screen, paths)
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results
     from struprune_plugin.studies.scores import Scoring, find_dense, format_scores, list_results, make_scorer
 
-    names, source = tasks.split(",") if tasks else [], text or (None if tasks else DEMO_TEST)
+    names, source = [name.strip() for name in tasks.split(",") if tasks], text or (None if tasks else DEMO_TEST)
     harness = names, include_path, limit
     asked = Scoring(source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype)
     dense, scorer = find_dense(paths), make_scorer(asked, paths)
@@ -241,6 +242,8 @@ def sweep(
     """
     screen, changes, sparsities = Screen(as_json, quiet), opt.read_changes(settings), opt.read_sparsities(sparsity)
     most = None if pick is None else opt.read_pick(pick)
+    if taken := sorted({name.rpartition(".")[2] for name in changes} & {"sparsity", "budget"}):
+        raise ValueError(f"--set: must leave {taken[0]} to --sparsity, which sets it for every point. Remove it.")
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.text import DEMO_TEST
@@ -260,14 +263,18 @@ def sweep(
     scores, refused = run_points(output, {**told, "scoring": asdict(asked)}, sparsities, run_point, scorer)
     draw_sweep(scores, output)
     record: dict[str, Any] = {"scores": scores}
-    parts = [format_scores(scores), f"wrote {output}"]
+    parts, missing = [format_scores(scores), f"wrote {output}"], [f"{point}: {why}" for point, why in refused.items()]
+    problems = [f"--sparsity: left out: {'; '.join(missing)}"] if missing else []
     if most is not None:
-        point = pick_point(scores, most)
-        record["picked"] = {"point": point, "output": output / point}
-        parts.append(f"picked {point}: {output / point}")
+        try:
+            point = pick_point(scores, most)
+            record["picked"] = {"point": point, "output": output / point}
+            parts.append(f"picked {point}: {output / point}")
+        except ValueError as error:
+            problems.append(str(error))
     screen.show(record, *parts)
-    if refused:
-        raise ValueError(f"--sparsity: left out: {'; '.join(f'{point}: {why}' for point, why in refused.items())}")
+    if problems:
+        raise ValueError(" ".join(problems))
 
 
 def describe_run(

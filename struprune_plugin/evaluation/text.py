@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
@@ -138,7 +139,7 @@ def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max
     :return: the first ``max_tokens`` tokens (all where None), shape [tokens], int64
     """
     stream = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
-    return torch.tensor(list(islice(stream, max_tokens)), dtype=torch.int64)
+    return torch.tensor(list(islice(stream, max_tokens and min(max_tokens, sys.maxsize))), dtype=torch.int64)
 
 
 def make_calibration_dataset(

@@ -105,7 +105,8 @@ class _Remaining:
         self._gone = torch.zeros_like(self.units, dtype=torch.bool)
         self._left = num_units // num_blocks  # units left in every block
         costs = self._measure_costs()
-        self._grain = ROUNDING[costs.dtype] * costs.sum(1, keepdim=True)  # smaller differences are rounding
+        grain = ROUNDING[costs.dtype] * costs.sum(1, keepdim=True)  # smaller differences are rounding
+        self._grain = grain.clamp(min=torch.finfo(costs.dtype).tiny)  # zero weights cost nothing
 
     def remove(self, rounds: int) -> tuple[Tensor, Tensor]:
         """Remove ``rounds`` units of every block; return (their indices, the increases of the error), shape [linears, removed].

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llmcompressor.core import State
+from llmcompressor.modifiers import Modifier
 from pydantic import Field
 
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
@@ -39,7 +41,11 @@ class SparsityAllocatorModifier(StructuredModifier):
     allocation: AllocationField = Field(default="softmax", validate_default=True)  # type: ignore[arg-type]
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        before, behind = self.split_recipe()
+        self.hand_over(self.find_pruning(*self.split_recipe()))
+        return True
+
+    def find_pruning(self, before: Sequence[Modifier], behind: Sequence[Modifier]) -> StruPruneModifier:
+        """Return the pruning stage, one of those behind; ValueError if there is none, or another allocator."""
         pruning = next((other for other in behind if isinstance(other, StruPruneModifier)), None)
         if pruning is None or any(isinstance(other, SparsityAllocatorModifier) for other in [*before, *behind]):
             ours, names = type(self).__name__, [type(other).__name__ for other in (*before, self, *behind)]
@@ -47,8 +53,7 @@ class SparsityAllocatorModifier(StructuredModifier):
                 f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
                 "Add or reorder the stages."
             )
-        self.hand_over(pruning)
-        return True
+        return pruning
 
     def hand_over(self, pruning: StruPruneModifier) -> None:
         """Give the pruning stage what this one decides, and the fields that are set here alone.

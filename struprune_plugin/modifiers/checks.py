@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
+from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier, REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform import AWQModifier, QuIPModifier, SmoothQuantModifier, SpinQuantModifier
@@ -25,22 +25,18 @@ from struprune_plugin.storage.files import shorten_value
 from struprune_plugin.storage.manifest import CalibrationRecord
 
 # modifiers that need the final weights
-_LAST = (QuantizationMixin, AWQModifier, SmoothQuantModifier, SpinQuantModifier, QuIPModifier, SparsityModifierBase)
+_QUANTISERS = QuantizationMixin, AWQModifier, SmoothQuantModifier, SpinQuantModifier, QuIPModifier
+_LAST = *_QUANTISERS, SparsityModifierBase, ConstantPruningModifier, MagnitudePruningModifier
 
 
-def check_stage(modifier: Modifier, model: PreTrainedModel, before: Sequence[Modifier]) -> None:
-    """Raise if a stage, which changes the weights, cannot stand where it does in the recipe, or cannot run on the model.
-
-    :raises ValueError: a quantiser, its smoothing or rotation, or a sparsity modifier (its zeros would be lost) comes first; as
-        :func:`check_weights`
-    """
+def check_order(modifier: Modifier, before: Sequence[Modifier]) -> None:
+    """Raise if a quantiser, its smoothing or rotation, or a sparsity modifier (its zeros would be lost) comes before a stage."""
     if first := next((type(other).__name__ for other in before if isinstance(other, _LAST)), None):
         name = type(modifier).__name__
         raise ValueError(
             f"recipe: {name} must come before quantisers, their smoothing and rotation, and sparsity modifiers, got {first} first. "
             f"Move the stage of {name} up."
         )
-    check_weights(model)
 
 
 def check_pruned(modifiers: Sequence[Modifier], config: PretrainedConfig) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
 from struprune_plugin.layerwise.passes import enter_device_context
-from struprune_plugin.modifiers.checks import check_sequences, check_stage, read_batches, read_rows
+from struprune_plugin.modifiers.checks import check_order, check_sequences, check_weights, read_batches, read_rows
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.training import AdapterTraining, RecoveryConfig, attach_adapters, match_linears
 from struprune_plugin.runtime.distributed import check_one_process
@@ -46,7 +46,8 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     _record: dict[str, Any] = PrivateAttr(default_factory=dict)  # of the manifest; empty before the training
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        check_stage(self, state.model, self.split_recipe()[0])
+        check_order(self, self.split_recipe()[0])
+        check_weights(state.model)
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         batches = read_batches(state.data.calib)
         samples = [ids[kept] for ids, kept in read_rows(batches) if kept.sum() > 1]  # one token predicts none

@@ -116,7 +116,8 @@ def prepare_run(
     if uniform:
         checks.check_uniform(modifier, model, groups, later)
     whole = _find_whole(modifier, model, groups)
-    checks.check_stage(modifier, model, before)
+    checks.check_order(modifier, before)
+    checks.check_weights(model)
     _check_methods(modifier, model, groups, later)
     roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     for group in groups:

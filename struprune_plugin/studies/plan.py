@@ -16,6 +16,7 @@ from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier, budgets
+from struprune_plugin.modifiers.checks import check_order
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
 from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
@@ -59,12 +60,14 @@ def plan_run(
     config = check_checkpoint(path, trust_remote_code)
     model = build_shapes(path, config, dtype)
     modifier = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
-    for allocator in modifiers:
-        if modifier is not None and isinstance(allocator, SparsityAllocatorModifier):
-            allocator.hand_over(modifier)
+    for place, stage in enumerate(modifiers):
+        if isinstance(stage, SparsityAllocatorModifier):
+            stage.hand_over(stage.find_pruning(modifiers[:place], modifiers[place + 1 :]))
     if modifier is None or (modifier.sparsity is None and modifier.budget is None):
         raise ValueError("recipe: must have a StruPruneModifier with a sparsity or a budget. Pass --sparsity.")
-    later, groups = [*modifiers][modifiers.index(modifier) + 1 :], modifier.prepare_groups(model)
+    place = modifiers.index(modifier)
+    check_order(modifier, modifiers[:place])
+    later, groups = modifiers[place + 1 :], modifier.prepare_groups(model)
     roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     mixture = budgets.find_mixture(modifier, model, groups)
     sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)

@@ -33,10 +33,11 @@ def _naive_fisher(model, batch, groups):
     kept = batch["attention_mask"].flatten().bool()
     log_probs, probs = torch.log_softmax(logits, -1).flatten(0, 1)[kept], torch.softmax(logits, -1)
     drawn = []
-    for i, sequence in enumerate(probs.double()):
+    for i, (sequence, counted) in enumerate(zip(probs.double(), batch["attention_mask"].bool(), strict=True)):
+        sequence = sequence[counted]  # so that padding, of whatever length, changes nothing
         draws = torch.rand(len(sequence), generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         drawn += [int((p.cumsum(0) <= u * p.sum()).sum()) for p, u in zip(sequence, draws, strict=True)]
-    labels = torch.tensor(drawn)[kept][:, None]
+    labels = torch.tensor(drawn)[:, None]
     (-log_probs.gather(1, labels).sum()).backward()
     for handle in handles:
         handle.remove()

@@ -96,6 +96,8 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"--tasks: \['no_such_task'\] must be known to lm-eval"),
         (["eval", str(DEMO_MODEL), "--tasks", "arc_easy"], "--tasks: the data of arc_easy must be at hand, got"),
         (["eval", str(DEMO_MODEL), "--limit", "4"], "--limit: must come with --tasks, got 4 alone"),
+        (["eval", str(DEMO_MODEL), "--include-path", str(ROOT)], "--include-path: must come with --tasks, got"),
+        (["eval", str(DEMO_MODEL), "--tasks", "x", "--max-tokens", "9"], "--max-tokens: must come with --text, got 9"),
     ],
 )
 def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_path, capsys):

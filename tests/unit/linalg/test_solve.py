@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_eliminate_units_in_panels_is_hardly_worse_than_one_at_a_time(width, num
     assert (errors[0] <= 1.03 * errors[1] + 1e-9 * errors[1][0]).all()
     steps = errors[0].flip(0).diff()
     torch.testing.assert_close(part.increase, steps, rtol=1e-6, atol=1e-9 * float(errors[0][0]))
+
+
+@pytest.mark.parametrize(("n", "width"), [(96, 1), (96, 3), (1056, 1)])
+def test_units_of_a_linear_whose_weights_are_all_zero_are_removed_once_and_for_nothing(n, width):
+    _, _, damped = make_problem(n=n, tokens=2 * n)
+    found = eliminate_units(replace(damped, cross=torch.zeros_like(damped.cross)), width, "x")
+    assert sorted(found.order.tolist()) == list(range(n // width))
+    assert found.increase.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("num_remove", [None, 8])

@@ -110,12 +110,18 @@ def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):
         (["--sparsity", "0.99"], "Lower sparsity"),
         (["--recipe", "RECOVERY"], "must have a StruPruneModifier"),
         (["--recipe", "BARE"], "with a sparsity or a budget"),
+        (["--recipe", "LATE"], "exactly one SparsityAllocatorModifier must come before the StruPruneModifier"),
+        (["--recipe", "ZEROS"], "must come before quantisers, their smoothing and rotation, and sparsity modifiers"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(opt, tmp_path, capsys, argv, message):
     (tmp_path / "RECOVERY").write_text("a_stage: {b_modifiers: {LoRARecoveryModifier: {adapters: {rank: 2}}}}")
     (tmp_path / "BARE").write_text("a_stage: {b_modifiers: {StruPruneModifier: {attention_unit: vo}}}")
-    argv = [str(tmp_path / word) if word in ("RECOVERY", "BARE") else word for word in argv]
+    pruning = "b_stage: {b_modifiers: {StruPruneModifier: {sparsity: 0.2}}}"
+    (tmp_path / "LATE").write_text(pruning + "\nc_stage: {c_modifiers: {SparsityAllocatorModifier: {}}}")
+    zeros = "a_stage: {b_modifiers: {ConstantPruningModifier: {targets: [Linear], start: 0, end: 1}}}\n"
+    (tmp_path / "ZEROS").write_text(zeros + pruning)
+    argv = [str(tmp_path / word) if word.isupper() else word for word in argv]
     assert cli.main(["plan", str(opt), *argv]) == 2
     assert message in capsys.readouterr().err
 

@@ -72,14 +72,19 @@ def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
         assert "sweep.json must be a sweep's record, it is damaged" in capsys.readouterr().err
 
 
-def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_path, capsys):
+def test_a_refused_point_is_left_out_of_a_sweep_unless_it_is_the_first(opt, tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise ValueError("--pick: none of the points")
+
+    monkeypatch.setattr(sweeping, "pick_point", refuse)
     assert run(opt, tmp_path / "none", sparsities="0.98") == 2
     assert "Lower sparsity" in capsys.readouterr().err
-    assert run(opt, tmp_path / "sweep", sparsities="0.2,0.98") == 2
+    assert run(opt, tmp_path / "sweep", "--pick", "+1% perplexity", sparsities="0.2,0.98") == 2
     assert [*json.loads((tmp_path / "sweep" / "sweep.json").read_text())["scores"]] == ["0.2", "dense"]
     told = capsys.readouterr()
     assert "\n0.2 " in told.out
     assert "--sparsity: left out: 0.98: sparsity=0.98: the chosen units must hold" in told.err
+    assert "--pick: none of the points" in told.err, "behind the table"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,7 @@ def test_picks_are_those_of_the_naive_search():
     [
         (["--recipe", "nonsense"], "neither an existing file nor the name of a shipped recipe"),
         (["--pick", "best"], "--pick: must be like"),
+        (["--set", "StruPruneModifier.sparsity=0.1"], "--set: must leave sparsity to --sparsity"),
         (["--text", "nowhere.jsonl"], "file 'nowhere.jsonl' does not exist"),
         (["--window", "1"], "greater than or equal to 2"),
         (["--window", "512"], "--window: must be at most the model's 64 positions, got 512"),

@@ -104,11 +104,6 @@ class AllocationRule(Config):
 RULES: Registry[AllocationRule] = Registry(AllocationRule, "rule")
 
 
-def make_allocation(sizes: Sizes, counts: Sequence[int], record: AllocationRecord) -> UnitAllocation:
-    """Return kept counts, in the order of the groups, as an allocation."""
-    return UnitAllocation(expand_counts(sizes, counts), record)
-
-
 def tie_statistics(sizes: Sizes, statistics: Mapping[str, GroupStatistics]) -> dict[str, GroupStatistics]:
     """Return the statistics by the name of every size; importance and errors of tied groups are summed."""
     tied = {}
@@ -148,7 +143,7 @@ def allocate_uniformly(
     else:
         counts = round_uniform_counts(sizes, share, allowed)
         check_budget(sizes, counts, share, measure_uniform_slack(sizes))
-    return make_allocation(sizes, counts, AllocationRecord("uniform"))
+    return UnitAllocation(expand_counts(sizes, counts), AllocationRecord("uniform"))
 
 
 @RULES.register
@@ -180,7 +175,8 @@ class ErrorCurve(AllocationRule):
                 f"max_sparsity: {self.max_sparsity} is too low for the budget. Raise it, or relax the budget."
             )
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
-        return make_allocation(sizes, kept, AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity))
+        record = AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity)
+        return UnitAllocation(expand_counts(sizes, kept), record)
 
     def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
         """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget."""

@@ -40,7 +40,7 @@ TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code th
 
 _TEXT = "Calibration text"
 _DATA = "FILE.jsonl, c4, wikitext2, or a hub data set [default: a shipped sample]"
-_SAMPLES = "number of calibration samples [default: 64; 256 with --effort best]"
+_SAMPLES = "number of calibration samples [default: 64; 256 with effort best]"
 _LENGTH = "tokens per sample [default: 256; on an accelerator 768 if no amount of text is given]"
 Data = Annotated[str | None, option("--data", _DATA, "SRC", _TEXT)]
 TextColumn = Annotated[str, option("--text-column", "column of the text in the data", "NAME", _TEXT)]
@@ -78,7 +78,7 @@ Quiet = Annotated[bool, option("--quiet", _QUIET, panel=_OUTPUT)]
 def choose_windows(
     model: str, trusts: bool, num_samples: int | None, seq_length: int | None, changes: dict[str, Any]
 ) -> tuple[int, int]:
-    """Return the number of calibration sequences and the tokens of each, by default as many as the text that ships has."""
+    """Return the number of calibration sequences and the tokens of each, by default what the text that ships can fill."""
     import torch
 
     from struprune_plugin.storage.checkpoint import read_config
@@ -102,10 +102,10 @@ def read_changes(settings: Sequence[str] | None, budget: str | None = None, **fi
     changes = {name: value for name, value in fields.items() if value is not None}
     for setting in [*(settings or ()), *([] if budget is None else [f"budget={budget}"])]:
         name, equals, text = setting.partition("=")
-        if not name or not equals or name in changes:
-            raise ValueError(
-                f"--set: must be FIELD=VALUE, each field once, got {setting!r}. Write, for example, --set prune_ffn=false."
-            )
+        if not name or not equals:
+            raise ValueError(f"--set: must be FIELD=VALUE, got {setting!r}. Write, for example, --set prune_ffn=false.")
+        if name in changes:
+            raise ValueError(f"--set: {name} must be set once, got {setting!r} as well. Remove one.")
         try:
             changes[name] = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -16,9 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.storage.checkpoint import load_tokenizer, load_whole, read_config
 from struprune_plugin.storage.files import shorten_error
-
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
 
 _SCORED = 2048  # tokens whose logits are in memory at once: 1.2 GB for each copy where the vocabulary is 152,000
 
@@ -70,9 +67,7 @@ def check_windows(tokens: Tensor, window: int, config: PretrainedConfig) -> None
         )
 
 
-def check_tasks(
-    tasks: Sequence[str], include_path: str | Path | None = None, include_defaults: bool = True
-) -> TaskManager:
+def check_tasks(tasks: Sequence[str], include_path: str | Path | None = None, include_defaults: bool = True) -> Any:
     """Return lm-eval's index of tasks, for :func:`run_tasks`, once the tasks' data could be loaded.
 
     :param include_defaults: include lm-eval's own tasks, whose listing takes seconds
@@ -101,7 +96,7 @@ def run_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[str],
-    manager: TaskManager,
+    manager: Any,
     batch_size: int = 8,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:

@@ -50,16 +50,6 @@ def restore_conv1d(model: nn.Module) -> None:
             module.nx, module.nf = module.in_features, module.out_features
 
 
-def adopt_padding(layer: nn.Module, name: str, padding: Any) -> None:
-    """Let the module around a linear of a decoder layer handle the dense width of it from now on.
-
-    :param padding: ``pad`` and ``narrow`` of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`
-    """
-    owner, own = modeling.find_owner(layer, name)
-    with keep_offload(owner):
-        modeling.adopt_padding(owner, own, padding)
-
-
 def grow_padded(model: nn.Module) -> None:
     """Restore the dense shapes of a model's padded linears, with zeros, and its stock classes; its function does not change."""
     for owner in list_padded(model):

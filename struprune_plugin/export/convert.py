@@ -21,7 +21,7 @@ from struprune_plugin.export import any_class
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
-from struprune_plugin.export.stock_config import list_sizes, make_uniform_config
+from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import (
     find_decoder_layers,
@@ -74,7 +74,9 @@ def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
         counts_heads = layout.attention is not None and not layout.attention.takes_fewer_heads
         if (group.unit is VALUE or (group.unit is HEAD and counts_heads)) and not read_padding(layer, group.consumer):
             for name, padding in describe_padding(group).items():
-                any_class.adopt_padding(layer, name, padding)
+                owner, own = modeling.find_owner(layer, name)
+                with any_class.keep_offload(owner):
+                    modeling.adopt_padding(owner, own, padding)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
@@ -178,14 +180,6 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         type(model).register_for_auto_class("AutoModelForCausalLM")
     else:
         vars(config).pop("auto_map", None)  # of code in the source folder, which was not run
-
-
-def finish_model(model: PreTrainedModel, uniform: bool) -> None:
-    """Give a sliced model its pruned class or, if all its layers have one size, its stock class again."""
-    if uniform:
-        adopt_stock(model, make_uniform_config(model))
-    else:
-        adopt_config(model)
 
 
 def carry_files(source: str, output: Path, revision: str | None = None) -> None:

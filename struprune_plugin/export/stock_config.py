@@ -169,7 +169,8 @@ def find_stock_config(
             if len(rest := list_differences(shapes, list_shapes(built))) < len(problems):
                 changes, problems, config = tried, rest, candidate
     if problems:
-        raise ValueError(f"{type(config).__name__}: {changes} must give the model's shapes, got: {problems[0]}")
+        told = f"{type(config).__name__}: {changes} must give the model's shapes, got: {problems[0]}"
+        raise ValueError(f"{told}. Keep `output: per_layer`.")
     return config
 
 

@@ -36,7 +36,7 @@ class Stream:
 
 
 class Stopped(Exception):
-    """Signal, not an error, that ends a forward pass once all wanted tensors are recorded."""
+    """Signal, not an error, that ends a forward pass once all that is wanted of it is known."""
 
 
 @dataclass(frozen=True)

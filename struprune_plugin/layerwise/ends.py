@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, split_call, store
-from struprune_plugin.layerwise.capture import replay
+from struprune_plugin.layerwise.capture import Stopped, replay
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -43,16 +43,12 @@ class BatchFlow:
         call.hidden, call.others = self.states.hidden, self.states.others
         return call
 
-    def leave(self, states: States, context: DeviceContext) -> None:
-        """Store a layer's output states."""
-        self.states = states.map(context.park)
-
     def advance(self, index: int, layer: nn.Module, context: DeviceContext) -> LayerCall:
         """Run a layer on the current states, which its outputs replace; return the call."""
         call = self.enter(index)
         with replay(layer, call, context):
             output = call.run(layer, context)
-        self.leave(output, context)
+        self.states = output.map(context.park)
         return call
 
     def turn_back(self, index: int, layer: nn.Module, context: DeviceContext) -> None:
@@ -75,10 +71,6 @@ class BatchFlow:
         call = self.calls[index]
         context.release(call.hidden)
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
-
-
-class _Reached(Exception):
-    """Signal, not an error, that ends a forward pass at the output embeddings."""
 
 
 @torch.no_grad()
@@ -118,10 +110,10 @@ def enter_layers(
         return tuple(marks) if num_parts else marks[0]
 
     def stop(*_args: Any, **_kwargs: Any) -> Tensor:
-        raise _Reached
+        raise Stopped
 
     forwards = [partial(run, name) for name, _ in named]
-    with replace_layers([layer for _, layer in named], forwards), patch_attr(head, "forward", stop), suppress(_Reached):
+    with replace_layers([layer for _, layer in named], forwards), patch_attr(head, "forward", stop), suppress(Stopped):
         model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False)
     return BatchFlow(batch, calls, calls[0].states)
 

@@ -44,7 +44,7 @@ class LayerStep:
         for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
             output = statistics.run_layer(self.layer, groups, flow.enter(self.index))
             if output is not None:
-                flow.leave(output, statistics.context)
+                flow.states = output.map(statistics.context.park)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import (
     MomentSums,
     SecondMoments,
-    add_moments,
     select_inputs,
     sum_energies,
     unstack_moments,
@@ -99,7 +98,8 @@ class GroupSums:
             alike = zip(*(own._sums for own in together), strict=True)
             parts = [MomentSums.assemble(sums, context.to_solver) for sums in alike]
             for held in parts[1:]:
-                add_moments(parts[0], held)
+                for total, other in zip(vars(parts[0]).values(), vars(held).values(), strict=True):
+                    total.add_(other)
             if group.repeats > 1:
                 columns = group.to_unit_order(torch.arange(group.num_columns, device=parts[0].gram.device))
                 parts = [select_inputs(part, columns.expand(len(together), -1)) for part in parts]

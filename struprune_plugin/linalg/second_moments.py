@@ -252,12 +252,6 @@ def take_columns(matrix: Tensor, columns: Tensor) -> Tensor:
     return matrix.gather(-1, columns[..., None, :].expand(*matrix.shape[:-1], -1))
 
 
-def add_moments(moments: SecondMoments, others: SecondMoments) -> None:
-    """Add the moments of other tokens, in place."""
-    for total, other in zip(vars(moments).values(), vars(others).values(), strict=True):
-        total.add_(other)
-
-
 def move_moments(moments: SecondMoments, move: Move) -> SecondMoments:
     return SecondMoments(*map(move, vars(moments).values()))
 
@@ -280,12 +274,6 @@ def stack(parts: Sequence[Tensor]) -> Tensor:
 def unstack_moments(moments: SecondMoments) -> list[SecondMoments]:
     """Return the moments of every linear of a stack, as views."""
     return [SecondMoments(*parts) for parts in zip(*vars(moments).values(), strict=True)]
-
-
-def subtract_moments(moments: SecondMoments, part: SecondMoments) -> SecondMoments:
-    """Return the float64 moments of the tokens of ``moments`` without those of ``part``, which are among them."""
-    wide = replace(moments, gram=moments.gram.double(), cross=moments.cross.double())
-    return SecondMoments(*(a - b for a, b in zip(vars(wide).values(), vars(part).values(), strict=True)))
 
 
 def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:

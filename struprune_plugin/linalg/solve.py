@@ -17,13 +17,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from struprune_plugin.linalg.second_moments import (
-    SecondMoments,
-    move_moments,
-    select_inputs,
-    subtract_moments,
-    take_columns,
-)
+from struprune_plugin.linalg.second_moments import SecondMoments, move_moments, select_inputs, take_columns
 from struprune_plugin.linalg.ties import argmin_with_ties
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
@@ -126,7 +120,8 @@ def choose_damping(
     scale = (_view_diagonal(moments.gram).double() - _view_diagonal(held.gram)).mean(-1)
     held = select_inputs(held, columns)
     held = replace(held, gram=held.gram.double(), cross=held.cross.double())
-    rest = subtract_moments(select_inputs(moments, columns), held)
+    every = select_inputs(moments, columns)
+    rest = replace(held, gram=every.gram.double() - held.gram, cross=every.cross.double() - held.cross)
     if not has_bias:
         _uncouple_bias(rest.gram, rest.cross)
     dense = torch.nn.functional.pad(take_columns(weight, columns), (0, 1))  # the bias is not damped

@@ -38,14 +38,8 @@ class StruPruneModifier(StructuredModifier):
     re-solves the linears that consumed them, so that the model is physically smaller.
 
     For a linear with inputs P (kept ones P_S), target Y and dense weights W, the new weights minimise
-    ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order; each sees inputs from the layers pruned
-    before it, whatever the value of ``propagate_error``. The dense hidden states are kept beside the pruned ones, on
-    the device as far as they fit.
-
-    Lifecycle, by llm-compressor's events:
-        - on_initialize: find the groups, check recipe, model and data
-        - on_calibration_start: measure, allocate, prune layer by layer
-        - on_finalize: update the configuration for the pruned model, and make the manifest that is saved with it
+    ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order, each on inputs from the pruned layers before it.
+    The dense hidden states are kept beside the pruned ones, on the device as far as they fit.
 
     Fields as in :class:`StructuredModifier`, and:
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.export.convert import finish_model
+from struprune_plugin.export.convert import adopt_config, adopt_stock
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
-from struprune_plugin.export.stock_config import can_hold_heads
+from struprune_plugin.export.stock_config import can_hold_heads, make_uniform_config
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
@@ -58,7 +58,10 @@ class RunSetup:
     ) -> manifest.Manifest:
         """Give the pruned model its configuration and class; return the manifest of the run."""
         _set_num_experts(model, self.groups)
-        finish_model(model, self.uniform)
+        if self.uniform:
+            adopt_stock(model, make_uniform_config(model))
+        else:
+            adopt_config(model)
         experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
         return manifest.Manifest(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation import rules
 from struprune_plugin.allocation.rules import Budget, GroupStatistics, Sizes
 from struprune_plugin.linalg.budget import MAX_SPARSITY, meet_budget, spread_sparsity
-from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
+from struprune_plugin.linalg.rounding import GroupSize, check_budget, expand_counts, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties, order_scores
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
@@ -44,7 +44,7 @@ class GlobalThreshold(rules.AllocationRule):
         scores = [statistics[size.name].scores for size in sizes]
         kept = meet_budget(sizes, allocate_global_threshold(sizes, scores, budget.share), budget.share)
         retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
-        return rules.make_allocation(sizes, kept, AllocationRecord(self.rule, retention=retention))
+        return UnitAllocation(expand_counts(sizes, kept), AllocationRecord(self.rule, retention=retention))
 
 
 class SoftmaxRule(rules.AllocationRule):
@@ -94,7 +94,7 @@ class SoftmaxRule(rules.AllocationRule):
         record = AllocationRecord(
             self.rule, as_printed=self.as_printed, temperature=grid[best], searched=searched, importance=importance
         )
-        return rules.make_allocation(sizes, kept, record)
+        return UnitAllocation(expand_counts(sizes, kept), record)
 
 
 @rules.RULES.register

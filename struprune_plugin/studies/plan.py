@@ -64,7 +64,9 @@ def plan_run(
         if isinstance(stage, SparsityAllocatorModifier):
             stage.hand_over(stage.find_pruning(modifiers[:place], modifiers[place + 1 :]))
     if modifier is None or (modifier.sparsity is None and modifier.budget is None):
-        raise ValueError("recipe: must have a StruPruneModifier with a sparsity or a budget. Pass --sparsity.")
+        raise ValueError(
+            "recipe: must have a StruPruneModifier with a sparsity or a budget. Add it, or pass --sparsity."
+        )
     place = modifiers.index(modifier)
     check_order(modifier, modifiers[:place])
     later, groups = modifiers[place + 1 :], modifier.prepare_groups(model)

@@ -89,12 +89,12 @@ def update_counts(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         scale_counts(layer.get_submodule(group.attention), num_keep, group.num_units)
 
 
-def describe_padding(group: UnitGroup) -> dict[str, dict[str, Any]]:
+def describe_padding(group: UnitGroup) -> dict[str, Any]:
     """Return the padding, by linear, with which stock attention sees a group's dense heads, none of which is removed yet."""
     is_split, blocks = group.unit.splits_heads, group.num_blocks if group.unit.splits_heads else group.num_units
     heads, width = blocks * group.heads_per_block, group.part_rows["value"] if is_split else group.num_columns
     columns = [heads if is_split else 1, width, width]
-    padding: dict[str, dict[str, Any]] = {group.consumer: {"narrow": {"blocks": 1, "segments": [columns]}}}
+    padding: dict[str, Any] = {group.consumer: {"narrow": {"blocks": 1, "segments": [columns]}}}
     for name, parts in group.producers.items():
         rows = {part: group.part_rows[part] * blocks for part in parts}
         runs = {"": 1, "block": blocks, "head": heads}[group.repeated.get(name, "")]

@@ -73,7 +73,7 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         ([*PRUNE, "--set", "prune_fnn=1"], r"has a field 'prune_fnn'. Did you mean prune_ffn\?"),
         ([*PRUNE, "--set", "loss=kl"], "has a field 'loss'. Give the output folder"),
         ([*PRUNE, "--set", "damping"], "must be FIELD=VALUE"),
-        ([*PRUNE, "--set", "sparsity=0.1", "--sparsity", "0.2"], "each field once, got 'sparsity=0.1'"),
+        ([*PRUNE, "--set", "sparsity=0.1", "--sparsity", "0.2"], "sparsity must be set once, got 'sparsity=0.1'"),
         ([*PRUNE, "--data", "no.jsonl"], "no.jsonl: must be an existing JSON-lines"),
         ([*PRUNE, "--data", "no/such"], "--data: 'no/such' must be a JSON-lines file or a hub data set"),
         ([*PRUNE, "--num-samples", "9999"], "Lower the number of"),

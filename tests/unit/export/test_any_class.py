@@ -179,8 +179,8 @@ def test_a_view_runs_the_stock_code_on_padded_linears():
     """Hooks, and whatever replaces a linear, see the channels of its weights; unknown arguments reach the stock code."""
     torch.manual_seed(0)
     model, seen = nn.ModuleDict({"pair": Pair()}), []
-    any_class.adopt_padding(model, "pair.first", {"pad": {"blocks": 2, "segments": [[1, 3, 5]]}})
-    any_class.adopt_padding(model, "pair.second", {"narrow": {"blocks": 2, "segments": [[1, 2, 5]]}})
+    modeling_struprune.adopt_padding(model["pair"], "first", {"pad": {"blocks": 2, "segments": [[1, 3, 5]]}})
+    modeling_struprune.adopt_padding(model["pair"], "second", {"narrow": {"blocks": 2, "segments": [[1, 2, 5]]}})
     pair, x = model["pair"], torch.randn(7, 4)
     wide = nn.functional.pad(pair.first(x).view(7, 2, 3), (0, 2))
     wanted = pair.second(wide[..., :2].flatten(1)) * 2

@@ -83,8 +83,9 @@ def test_layers_in_turn_give_the_models_own_logits(model_type):
         flows = list(step.flows)
         for flow in flows:
             call = flow.enter(step.index)
+            # another path's run leaves nothing behind
             call.run(step.layer, context, call.states.map(lambda part: part + 1 if part.is_floating_point() else part))
-            flow.leave(call.run(step.layer, context), context)  # another path's run before has left nothing behind
+            flow.states = call.run(step.layer, context).map(context.park)
     for flow, batch in zip(flows, batches, strict=True):
         found = list_logits(model, batch, flow.states.hidden)
         assert_logits(found, model(**batch, use_cache=False).logits, batch["attention_mask"])
@@ -98,7 +99,7 @@ def test_gradients_pass_through_what_layers_leave_to_each_other(model_type):
     flow = enter_layers(model, batch, context)
     with torch.no_grad():
         for index, layer in enumerate(layers):
-            flow.leave(flow.enter(index).run(layer, context), context)
+            flow.states = flow.enter(index).run(layer, context).map(context.park)
     hidden = flow.states.hidden.detach().requires_grad_()
     logits = list_logits(model, batch, hidden)
     above = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)) * batch["attention_mask"][..., None]

@@ -8,9 +8,10 @@ from helpers.models import make_dataset, run_oneshot
 from llmcompressor import oneshot as host_oneshot
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.allocation.rules import RULES, AllocationRule, make_allocation
+from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
-from struprune_plugin.linalg.rounding import round_kept_counts
+from struprune_plugin.linalg.rounding import expand_counts, round_kept_counts
+from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.storage.manifest import AllocationRecord
 
@@ -108,7 +109,7 @@ class LastLayers(AllocationRule):
 
     def decide(self, sizes, statistics, budget):
         shares = [2 * budget.share * (index + 1) / (len(sizes) + 1) for index in range(len(sizes))]
-        return make_allocation(sizes, round_kept_counts(sizes, shares), AllocationRecord("last_layers"))
+        return UnitAllocation(expand_counts(sizes, round_kept_counts(sizes, shares)), AllocationRecord("last_layers"))
 
 
 def test_a_third_party_registers_methods_as_we_do(opt, tmp_path, request):

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from compressed_tensors.offload import disable_offloading
+from llmcompressor.utils.helpers import DisableQuantization
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -82,7 +83,7 @@ class Trial:
         dense = [flow.states for flow in step.flows[len(fit) :]]
         finals = zip(*([states.hidden for states in path or dense] for path in (dense, *paths)), strict=True)
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
-        with disable_offloading():
+        with disable_offloading(), DisableQuantization(self.model):  # also of the head
             for batch, hidden in zip(tqdm(held, desc="KL divergences"), finals, strict=True):
                 for row, kept_tokens in enumerate(mark_tokens(batch)):
                     count += int(kept_tokens.sum())

@@ -25,17 +25,6 @@ class SparsityAllocatorModifier(StructuredModifier):
     :class:`StructuredModifier`.
 
     :param allocation: by default Algorithm 2
-
-    Example recipe::
-
-        allocation_stage:
-          allocation_modifiers:
-            SparsityAllocatorModifier:
-              sparsity: 0.3
-              allocation: softmax
-        pruning_stage:
-          pruning_modifiers:
-            StruPruneModifier: {importance: obs}
     """
 
     allocation: AllocationField = Field(default="softmax", validate_default=True)  # type: ignore[arg-type]

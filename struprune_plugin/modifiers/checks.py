@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from compressed_tensors.utils import match_modules_set
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier, REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform import AWQModifier, QuIPModifier, SmoothQuantModifier, SpinQuantModifier
+from llmcompressor.modifiers.transform.awq.dynamic_mappings import get_layer_mappings_from_model
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.runtime.distributed import gather
-from struprune_plugin.storage.files import shorten_value
+from struprune_plugin.storage.files import shorten_error, shorten_value
 from struprune_plugin.storage.manifest import CalibrationRecord
 
 # modifiers that need the final weights
@@ -70,6 +75,29 @@ def check_heads(modifiers: Sequence[Modifier], heads_differ: bool, values_narrow
                 f"{type(modifier).__name__}: kv_cache_scheme: llm-compressor reads one number of heads for all layers, and pruning "
                 "heads gives each layer its own, so that the output would not load. Remove the field, or set attention_unit to "
                 "value_channels or none."
+            )
+
+
+def check_later(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
+    """Raise if AWQ's mappings do not fit the model, which llm-compressor finds out behind pruning; warn of what may not load.
+
+    :param modifiers: those behind pruning
+    """
+    is_mixture = find_structure(model).has_experts
+    for modifier in modifiers:
+        if isinstance(modifier, AWQModifier) and not is_mixture:
+            for mapping in modifier.mappings or get_layer_mappings_from_model(model):
+                try:
+                    deque(match_modules_set(model, (mapping.smooth_layer, *mapping.balance_layers)))
+                except ValueError as error:
+                    raise ValueError(
+                        f"AWQModifier: mappings must name modules of the model, got: {shorten_error(error)}. "
+                        "Give the model's own mappings, or none where llm-compressor knows its class."
+                    ) from None
+        if isinstance(modifier, QuIPModifier) or (isinstance(modifier, QuantizationMixin) and is_mixture):
+            what = "a quantised mixture" if is_mixture else "the transforms of QuIP"
+            logger.warning(
+                f"transformers may load {what} wrongly (docs/recipes.md says which). Compare the output's logits."
             )
 
 

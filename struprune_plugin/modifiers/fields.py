@@ -172,7 +172,8 @@ class StructuredModifier(StageModifier):
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
         )
-        if self.experts is None or self.experts.widths == "same":
+        widths = {group.num_units for group in groups if group.tie}  # several in the output of an earlier `per_layer`
+        if self.experts is None or (self.experts.widths == "same" and len(widths) < 2):
             return groups
         return [replace(group, tie=group.output_name) if group.tie else group for group in groups]
 

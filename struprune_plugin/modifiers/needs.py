@@ -113,7 +113,7 @@ def _count_device(
     layouts, tokens = find_layouts(model), work.batch_size * work.seq_length
     measures = modifier.allocation.measures
     weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
-    activations = max(_count_activations(model, layer, layout, work) for layer, layout in layouts)
+    activations = max(_count_activations(model, index, *pair, work) for index, pair in enumerate(layouts))
     widest = max(group.num_columns for group in groups)
     head: Any = model.get_output_embeddings()
     backward = logits = 0
@@ -150,9 +150,12 @@ def _count_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _count_activations(model: PreTrainedModel, layer: nn.Module, layout: LayerLayout, work: Workload) -> int:
+def _count_activations(
+    model: PreTrainedModel, index: int, layer: nn.Module, layout: LayerLayout, work: Workload
+) -> int:
     """Return the bytes of one layer's forward pass on a micro-batch."""
     config: Any = model.config.get_text_config(decoder=True)
+    config = config.per_layer_config[index] if config.is_heterogeneous else config
     attention, hidden, length = layout.attention, read_hidden_size(model), work.seq_length
     values = 0 if attention is None else 3 * sum_outputs(attention.producers, layer)
     inside = sum(sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns)

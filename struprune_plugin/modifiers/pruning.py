@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from llmcompressor.core import Event, State
@@ -19,7 +20,7 @@ from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.units import sort_groups
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.checks import select_uniform
+from struprune_plugin.modifiers.checks import check_later, select_uniform
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
 from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
@@ -47,13 +48,6 @@ class StruPruneModifier(StructuredModifier):
     :param reconstruct: target of a solve (method.md section 2)
     :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
         ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
-
-    Example recipe::
-
-        pruning_stage:
-          pruning_modifiers:
-            StruPruneModifier:
-              sparsity: 0.2
     """
 
     allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
@@ -74,6 +68,7 @@ class StruPruneModifier(StructuredModifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
         self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
+        check_later(self._stages[1], state.model)
         self._open_store(state, self._setup.batches)
         return True
 
@@ -118,6 +113,8 @@ class StruPruneModifier(StructuredModifier):
                 "Pass shuffle_calibration_samples=False."
             )
         recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
+        budgets = [m.budget for m in list_modifiers() if isinstance(m, StructuredModifier)]
+        recipe += [{"costs": Path(own.costs).read_text(encoding="utf-8")} for own in budgets if own and own.costs]
         self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:

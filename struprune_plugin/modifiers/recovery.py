@@ -29,15 +29,6 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     It runs between pruning and quantising, and minimises the cross entropy; the adapters that are best on held-out samples are
     merged into the weights. See :class:`~struprune_plugin.recovery.training.AdapterTraining`. For longer or wider training give
     the output folder to ``transformers.Trainer``.
-
-    Example recipe::
-
-        pruning_stage:
-          pruning_modifiers:
-            StruPruneModifier: {sparsity: 0.3}
-        recovery_stage:
-          recovery_modifiers:
-            LoRARecoveryModifier: {adapters: {rank: 8}, schedule: {learning_rate: 1.0e-3}}
     """
 
     _samples: tuple[list[Tensor], list[Tensor]] = PrivateAttr(default=([], []))  # to train on, held out

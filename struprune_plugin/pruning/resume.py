@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ def describe_run(
     return {
         "recipe": recipe,
         "model": describe_weights(model),
+        "configuration": json.loads(model.config.to_json_string()),
         "data": digest_tokens(parts),
         "versions": versions,
         "threads": torch.get_num_threads(),
@@ -30,14 +32,14 @@ def describe_run(
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """Return a digest of a model's parameters (names, dtypes, shapes, sums) that distinguishes dense models.
+    """Return a digest of what a model saves (names, dtypes, shapes, sums) that distinguishes dense models.
 
     Weights are summed as integers, so that every device gives the same sums, and read once all are computed.
     """
     found = []
     for path, module in model.named_modules():
-        for key, weight in module._parameters.items():
-            if weight is not None:
+        for key, weight in {**module._parameters, **module._buffers}.items():
+            if weight is not None and key not in module._non_persistent_buffers_set:
                 numbers = weight.detach().view(_INTEGERS[weight.itemsize])
                 columns = numbers.reshape(-1, *weight.shape[-1:]).sum(0, dtype=torch.int64)
                 places = torch.arange(1, columns.numel() + 1, device=columns.device)

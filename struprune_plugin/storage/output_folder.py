@@ -107,6 +107,13 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         yield scratch / _NEW
         wait_for_all()
         compute_on_rank0(lambda: _take_place(scratch, folder, overwrite, inputs))
+    except Exception as error:
+        if "No space left" in str(error) and "checkpoint_dir" not in str(error):  # safetensors has errors of its own
+            told = (
+                f"output_dir: {folder} cannot be written: the disk is full. Free disk space, and run the command again."
+            )
+            raise OSError(told) from None
+        raise
     finally:
         for lock in locks:
             _restore(scratch, folder)

@@ -11,22 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from struprune_plugin.storage.files import shorten_value
 
-_GONE = {  # what to use -> fields and methods that recipes no longer have
-    "Give the output folder to transformers.Trainer.": "checkpoint_steps clipping loss patience state_dtype weights",
-    "Set batch_size of the run: as many sequences are on the device at a time.": "micro_batch_size",
-    "Train the output folder, for instance by a recovery stage behind the pruning.": "ffn_tuning",
-    "A smaller cache needs fewer heads: set `attention_unit: head` and sparsity.": "cache",
-    "Give `budget: {speedup: 1.3, costs: FILE}`; `python -m eval.costs`, in the checkout, makes it.": "engine phase",
-    "Set `offload: true`: moments, solves and embeddings are on the host then.": "memory_budget",
-    "Remove layers in transformers (docs/models.md), then prune widths.": "sublayers whole_layers",
-    "Run the output's own recipe.yaml on the same calibration text.": "replay",
-    "Use more calibration text, so that every expert sees enough tokens.": "calibrate_all_experts",
-    "Set `experts: whole`, ranked by REAP's score, or `experts: channels`.": "criterion",
-    "Set `allocation: error_curve`.": "owl block_influence",
-    "Set `importance: obs`, `wanda` or `snip`.": "fluctuation taylor wanda_l2",
-}
-GONE = {name: remedy for remedy, names in _GONE.items() for name in names.split()}
-
 
 def _check_pattern(name: str) -> str:
     try:
@@ -96,9 +80,9 @@ class Registry(dict[str, type[C]]):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return what to use in place of an unknown name: what replaced it, or the nearest known one; else an empty text."""
+    """Return a question for the known name nearest to an unknown one; an empty text if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return GONE.get(name) or (f"Did you mean {near[0]}?" if near else "")
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def show_name(name: object) -> str:

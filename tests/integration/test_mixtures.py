@@ -19,6 +19,7 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
+from struprune_plugin.studies.plan import Workload, plan_run
 
 
 def save_mixture(model_type, folder, samples):
@@ -81,15 +82,24 @@ def test_a_layer_s_own_width_is_saved_and_padded(mixture, tmp_path):
     torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def check_loads(pruned, out):
+    tokens = torch.arange(4, 36)[None]
+    again = AutoModelForCausalLM.from_pretrained(out).eval()
+    torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
+
+
 def test_a_second_run_may_make_the_widths_equal(tmp_path):
     folder = save_model(make_model("qwen3_moe", mlp_only_layers=[], moe_intermediate_size=24), tmp_path / "dense")
     fields = {"attention_unit": "none", "experts": {"widths": "per_layer"}, "dataset": make_dataset(16)}
     run_oneshot(folder, sparsity=0.1, targets=["re:.*layers\\.0\\..*"], output_dir=str(tmp_path / "one"), **fields)
     pruned = run_oneshot(str(tmp_path / "one"), sparsity=1 / 3, output_dir=str(tmp_path / "two"), **fields)
     assert len({layer.mlp.experts.down_proj.shape for layer in pruned.model.layers}) == 1
-    tokens = torch.arange(4, 36)[None]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two").eval()
-    torch.testing.assert_close(again(tokens).logits, pruned(tokens).logits, rtol=0, atol=2e-5)
+    check_loads(pruned, tmp_path / "two")
+    more = {"sparsity": 0.25, "attention_unit": "none"}  # by default one width for all layers, which these do not have
+    pruned = run_oneshot(str(tmp_path / "one"), dataset=make_dataset(16), output_dir=str(tmp_path / "three"), **more)
+    check_loads(pruned, tmp_path / "three")
+    planned = plan_run(str(tmp_path / "one"), [StruPruneModifier(**more)], Workload(16, 32, 8))
+    assert planned.parameters[1] == pytest.approx(pruned.num_parameters(), rel=0.05)
 
 
 def test_an_expert_that_saw_too_few_tokens_is_scaled_and_the_manifest_says_so(mixture, tmp_path):

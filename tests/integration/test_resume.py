@@ -1,5 +1,6 @@
 """A killed run goes on where it was, and ends with the bytes of one that was not."""
 
+import json
 import shutil
 import signal
 import time
@@ -105,6 +106,7 @@ def begun(opt, tmp_path_factory):
         ({"dataset": make_dataset(seed=5)}, "differs in data"),
         ({"versions": {"torch": "1"}}, "differs in versions"),
         ({"model": True}, "differs in model"),
+        ({"configuration": {"activation_function": "gelu"}}, "differs in configuration"),
     ],
 )
 def test_another_run_is_refused_by_name(opt, begun, tmp_path, monkeypatch, change, message):
@@ -115,11 +117,15 @@ def test_another_run_is_refused_by_name(opt, begun, tmp_path, monkeypatch, chang
         monkeypatch.setattr("struprune_plugin.modifiers.pruning.describe_versions", lambda: change["versions"])
     elif "model" in change:
         model = str(save_model(make_model("opt", seed=3), tmp_path / "other"))
+    elif "configuration" in change:
+        shutil.copytree(model, model := tmp_path / "other")
+        config = json.loads((model / "config.json").read_text()) | change["configuration"]
+        (model / "config.json").write_text(json.dumps(config))
     else:
         fields |= change
     before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     with pytest.raises(ValueError, match=f"checkpoint_dir: .*{message}"):
-        run_oneshot(model, checkpoint_dir=tmp_path / "c", **fields, **OPTIONS)
+        run_oneshot(str(model), checkpoint_dir=tmp_path / "c", **fields, **OPTIONS)
     assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
 
 
@@ -157,12 +163,14 @@ def test_a_checkpoint_that_was_being_begun_is_empty(tmp_path):
         ResumeStore(tmp_path / "other")
 
 
-def test_the_identity_of_a_mixture_covers_its_experts():
-    model = build_tiny(make_config("qwen3_moe", 2))
-    before = describe_weights(model)
-    with torch.no_grad():
-        next(p for name, p in model.named_parameters() if "experts" in name).mul_(1.5)
-    assert describe_weights(model) != before
+def test_the_identity_of_a_mixture_covers_its_experts_and_its_saved_buffers():
+    model = build_tiny(make_config("glm4_moe", 2))
+    found = [describe_weights(model)]
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        with torch.no_grad():
+            next(t for name, t in tensors if "experts" in name or "correction_bias" in name).add_(0.5)
+        found.append(describe_weights(model))
+    assert len(set(found)) == 3
 
 
 def test_a_full_disk_is_told_and_earlier_parts_stay(opt, tmp_path, monkeypatch):

@@ -67,10 +67,6 @@ def modifier(**fields):
         ),
         (modifier(sparsity=0.3, dampening_frac=-1), "dampening_frac must be greater than or equal to 0, got -1"),
         (modifier(sparsity=0.3, width_multiple=0), "width_multiple must be greater than or equal to 1, got 0"),
-        (
-            modifier(sparsity=0.3, sublayers="none"),
-            "is not a field of StruPruneModifier. Remove layers in transformers",
-        ),
     ],
 )
 def test_load_recipe_refuses(recipe, message):

@@ -173,6 +173,15 @@ def test_a_block_that_fails_leaves_nothing(tmp_path, error):
     assert read_weights(out) == "ours"
 
 
+def test_a_full_disk_is_told_with_its_remedy(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"out cannot be written: the disk is full\. Free"),
+        write_folder(tmp_path / "out", False),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert read_names(tmp_path) == []
+
+
 def find_finished(folder: Path) -> Path:
     (path,) = folder.glob("out.finished-*")
     return path

@@ -16,7 +16,7 @@ from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
 from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier, budgets
-from struprune_plugin.modifiers.checks import check_order
+from struprune_plugin.modifiers.checks import check_later, check_order
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
 from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
@@ -70,6 +70,7 @@ def plan_run(
     place = modifiers.index(modifier)
     check_order(modifier, modifiers[:place])
     later, groups = modifiers[place + 1 :], modifier.prepare_groups(model)
+    check_later(later, model)
     roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
     mixture = budgets.find_mixture(modifier, model, groups)
     sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)

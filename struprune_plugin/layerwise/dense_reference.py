@@ -89,6 +89,11 @@ class DenseReference:
             return self._context.to_device(self._asked[key], now.device)
         wanted = now
         if self.target.is_dense:
+            if key not in self._wanted:
+                raise ValueError(
+                    f"importance: must set `revisits = True` to visit the batches of a group ({group.name}) itself. Add it to "
+                    "the class."
+                )
             held = self._wanted.pop(key)
             wanted = self._context.to_device(held, now.device)
             self._context.release(held)

@@ -126,11 +126,11 @@ def _count_device(
     def count_moments(own: Sequence[UnitGroup]) -> int:
         return sum(4 * count_sums(group.num_columns, hidden) for group in own)
 
-    solve = max(_count_solve(run, hidden) for run in list_together(groups))
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
-    gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
+    solve = gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
     for name in dict.fromkeys(group.layer_name for group in groups):
         layer = select_groups(groups, name)  # all modules for error curves, else one, or all its experts
+        solve = max(solve, *(_count_solve(together, hidden) for together in list_together(layer)))
         experts = count_moments([group for group in layer if group.experts])
         one = max(experts, *(count_moments([group]) for group in layer))
         gathered = max(gathered, count_moments(layer) * measures, copies * one)

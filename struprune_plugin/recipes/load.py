@@ -31,7 +31,7 @@ def load_recipe(
 
     :param recipe: a YAML file, the name of a shipped recipe, a YAML text, its content as a mapping, or modifiers
     :param changes: fields to set, for recipes that are not modifiers: ``Modifier.field`` in that modifier, a bare ``field`` in the
-        StruPrune modifiers that have it; ``allocation.temperature`` sets one field of a method
+        StruPrune modifiers that have it; ``allocation.temperature`` sets one field of a method, where the recipe names one
     :raises ValueError: the file is missing or is not a YAML mapping of the form
         ``<x>_stage: <y>_modifiers: <Modifier>: {fields}``; unknown modifiers or fields; several pruning stages; another type
     """
@@ -138,13 +138,16 @@ def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
 
 
 def _change_fields(where: str, content: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Set fields in place, whole fields before fields within them."""
+    """Set fields in place, whole fields before fields within them, and a method's name before its fields."""
     held = [each for groups in content.values() for modifiers in groups.values() for each in modifiers.items()]
-    for change in sorted(changes, key=lambda name: name.count(".")):
+    for change in sorted(changes, key=lambda name: (name.count("."), not name.endswith(_METHOD_KEYS))):
         *path, last = change.split(".")
         name = path.pop(0) if path and path[0].endswith("Modifier") else ""
         field = (*path, last)[0]
-        for holder, fields in _find_holders(where, name, field, held):
+        holders = _find_holders(where, name, field, held)
+        if path and not name:  # of a method: the other stages take it from the one that names it
+            holders = [(holder, fields) for holder, fields in holders if field in fields] or holders
+        for holder, fields in holders:
             part = fields
             for inner in path:
                 if last in _METHOD_KEYS:  # another method has other fields

@@ -101,6 +101,26 @@ def test_what_a_third_partys_score_must_be_is_told(opt, request):
             run_oneshot(str(opt), importance={"method": "faulty", "shape": shape}, **fields)
 
 
+class Visitor(Importance):
+    """An importance that reads activations and does not say so."""
+
+    method: Literal["visitor"] = "visitor"
+
+    def score(self, problem, columns):
+        seen = [visit.inputs.square().sum(0) for visit in problem.module.visit_batches()]
+        return sum(seen)[columns].sum(1).double()
+
+
+def test_an_importance_that_visits_batches_must_say_so(opt, request):
+    IMPORTANCES.register(Visitor)
+    request.addfinalizer(lambda: IMPORTANCES.pop("visitor"))
+    fields = {"sparsity": 0.2, "attention_unit": "none", "importance": "visitor"}
+    with pytest.raises(ValueError, match="importance: must set `revisits = True` to visit the batches of a group"):
+        run_oneshot(str(opt), **fields)
+    Visitor.revisits = True
+    run_oneshot(str(opt), **fields)
+
+
 class LastLayers(AllocationRule):
     """A rule as a third party would write it: the later a layer, the more it loses."""
 

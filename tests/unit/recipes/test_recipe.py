@@ -105,6 +105,23 @@ def test_load_recipe_sets_a_method_s_own_field():
     assert (alone.allocation.samples, alone.sensitivity.samples) == (3, 2)
 
 
+def test_a_method_s_name_goes_before_its_fields_in_any_order():
+    changes = {"allocation.temperature": 2, "allocation.rule": "softmax"}
+    for order in (changes, dict(reversed(changes.items()))):
+        (alone,) = load_recipe("struprune", order).modifiers
+        assert (alone.allocation.rule, alone.allocation.temperature) == ("softmax", 2)
+
+
+@pytest.mark.parametrize("recipe", ["struprune_softmax", "struprune_opt"])
+def test_a_method_s_field_is_set_in_the_stage_that_names_the_method(recipe):
+    allocator, pruning = load_recipe(recipe, {"allocation.temperature": 2, "sensitivity.samples": 3}).modifiers[:2]
+    assert allocator.allocation.temperature == 2
+    assert "allocation" not in pruning.model_fields_set
+    assert allocator.sensitivity.samples == pruning.sensitivity.samples == 3, (
+        "where no stage names it, it is set in all"
+    )
+
+
 def test_changes_are_for_recipes_that_are_not_modifiers():
     with pytest.raises(ValueError, match="changes: must be left out for modifiers, got sparsity"):
         load_recipe(StruPruneModifier(sparsity=0.3), {"sparsity": 0.1})

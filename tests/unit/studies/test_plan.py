@@ -83,13 +83,14 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     assert "on the device  " in printed
 
 
-def test_the_device_holds_no_more_for_more_layers(tmp_path):
+@pytest.mark.parametrize("unit", ["value_channels", "none"])
+def test_the_device_holds_no_more_for_more_layers(tmp_path, unit):
     needs = []
     for layers in (2, 6):
         model = AutoModelForCausalLM.from_config(
             Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": layers}, head_dim=8, **MIXTURE)
         )
-        needs.append(plan(save_model(model, tmp_path / str(layers)), sparsity=0.3).needs)
+        needs.append(plan(save_model(model, tmp_path / str(layers)), sparsity=0.3, attention_unit=unit).needs)
     assert needs[0].device == needs[1].device
     assert needs[0].weights < needs[1].weights
 

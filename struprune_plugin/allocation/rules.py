@@ -12,8 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.cost_table import CostTable
-from struprune_plugin.linalg.budget import MAX_SPARSITY, Limit, allocate_error_curves, find_least_share, meet_budget
+from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves, meet_budget
 from struprune_plugin.linalg.rounding import (
     GroupSize,
     check_budget,
@@ -36,8 +35,6 @@ class Budget:
     :param sparsity: fraction of all prunable parameters to remove
     :param share: mean sparsity of the groups to prune that meets it
     :param sensitivity: name of the sensitivity that weights errors, for the record
-    :param limit: seconds that may remain, in the order of the sizes, in place of the share
-    :param table: table of these seconds
     :param num_experts: whole experts that stay in every layer; None where all do
     """
 
@@ -45,8 +42,6 @@ class Budget:
     num_prunable: int
     share: float
     sensitivity: str
-    limit: Limit | None = None
-    table: CostTable | None = None
     num_experts: int | None = None
 
 
@@ -135,11 +130,9 @@ def allocate_uniformly(
 
     :param allowed: whether a kind of modules may keep n units, where all layers must be of one size
     """
-    share, limit = budget.share, budget.limit
+    share = budget.share
     if allowed is None:
-        counts = meet_budget(sizes, [share] * len(sizes), share, limit)
-    elif limit is not None:
-        counts = find_least_share(lambda one: round_uniform_counts(sizes, one, allowed), limit, 0.0, MAX_SPARSITY)
+        counts = meet_budget(sizes, [share] * len(sizes), share)
     else:
         counts = round_uniform_counts(sizes, share, allowed)
         check_budget(sizes, counts, share, measure_uniform_slack(sizes))
@@ -167,13 +160,8 @@ class ErrorCurve(AllocationRule):
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         curves = [statistics[size.name].curve for size in sizes]
         parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
-        kept = allocate_error_curves(sizes, curves, budget.limit or parameters, self.max_sparsity)
-        if budget.limit is None:
-            check_budget(sizes, kept, budget.share)
-        elif not budget.limit.fits(kept):
-            raise ValueError(
-                f"max_sparsity: {self.max_sparsity} is too low for the budget. Raise it, or relax the budget."
-            )
+        kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
+        check_budget(sizes, kept, budget.share)
         loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
         record = AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity)
         return UnitAllocation(expand_counts(sizes, kept), record)
@@ -184,5 +172,5 @@ class ErrorCurve(AllocationRule):
         for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
             shares = [(1 - part) * sparsity + part * budget.share for sparsity in taken]
             with suppress(ValueError):
-                found[name] = meet_budget(sizes, shares, budget.share, budget.limit)
+                found[name] = meet_budget(sizes, shares, budget.share)
         return found

@@ -50,7 +50,7 @@ BatchSize = Annotated[int, option("--batch-size", "samples on the device at a ti
 
 _CHANGES = "Changes to the recipe"
 _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [default: the recipe's, 0.2 in struprune]"
-_LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}' or '{speedup: 1.3, costs: FILE}'"
+_LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}'"
 _EFFORT = "fast saves time; best improves quality, with up to four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"
 Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, parser=_read_share)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,70 +13,17 @@ from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept
 from struprune_plugin.linalg.ties import round_off
 
 MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity
-_HALVINGS = 30  # bisections of a share
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Upper bound on the total cost of all groups, such as seconds.
-
-    :param costs: cost of every group with k = 0 ... num_units units kept, shape [num_units + 1], float64
-    """
-
-    costs: Sequence[Tensor]
-    most: float
-
-    def add_up(self, kept: Sequence[int]) -> float:
-        """Return the total cost of kept counts, given in the order of the groups."""
-        return sum(float(cost[count]) for cost, count in zip(self.costs, kept, strict=True))
-
-    def fits(self, kept: Sequence[int]) -> bool:
-        """Return whether kept counts cost at most the maximum, to within rounding."""
-        return self.add_up(kept) <= self.most * (1 + 1e-9)
-
-
-def find_least_share(choose: Callable[[float], list[int]], limit: Limit, low: float, high: float) -> list[int]:
-    """Return the kept counts of the least share between two that are within a limit; more units go as it grows.
-
-    :raises ValueError: those of the largest share exceed the limit
-    """
-    kept = choose(high)
-    if not limit.fits(kept):
-        raise ValueError(
-            f"budget: the fewest units that may stay must cost at most {limit.most:.4g}, got {limit.add_up(kept):.4g}. Relax the "
-            "budget, or prune more kinds of units."
-        )
-    if limit.fits(all_kept := choose(low)):
-        return all_kept
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if limit.fits(found := choose(middle)):
-            high, kept = middle, found
-        else:
-            low = middle
-    return kept
-
-
-def meet_budget(
-    groups: Sequence[GroupSize], shares: Sequence[float], share: float, limit: Limit | None = None
-) -> list[int]:
+def meet_budget(groups: Sequence[GroupSize], shares: Sequence[float], share: float) -> list[int]:
     """Round the groups' sparsities, in [0, 1), to kept counts, multiples of their steps, that meet a budget.
 
-    Under a limit, all sparsities move together towards 0 or towards 1, as far as it needs.
-
-    :param share: sparsity over all groups' parameters, where there is no limit
+    :param share: sparsity over all groups' parameters
     :raises ValueError: the counts miss the budget
     """
-    if limit is None:
-        kept = round_kept_counts(groups, shares)
-        check_budget(groups, kept, share)
-        return kept
-
-    def move(shift: float) -> list[int]:
-        moved = [one + shift * (1 - one if shift > 0 else one) for one in shares]
-        return round_kept_counts(groups, [min(one, MAX_SPARSITY) for one in moved])
-
-    return find_least_share(move, limit, -1.0, 1.0)
+    kept = round_kept_counts(groups, shares)
+    check_budget(groups, kept, share)
+    return kept
 
 
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:
@@ -105,33 +51,26 @@ def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsit
 
 
 def allocate_error_curves(
-    groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float | Limit, max_sparsity: float = MAX_SPARSITY
+    groups: Sequence[GroupSize], curves: Sequence[Tensor], budget: float, max_sparsity: float = MAX_SPARSITY
 ) -> list[int]:
-    """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g C_g(k_g) <= budget``.
+    """Return kept counts that minimise ``sum_g E_g(k_g)`` under ``sum_g c_g k_g <= budget``, c_g parameters per unit.
 
-    Steps along the lower convex hulls are taken in the order of error saved per cost, which is optimal wherever they end
+    Steps along the lower convex hulls are taken in the order of error saved per parameter, which is optimal wherever they end
     exactly on the budget. Where the next step does not fit, the remaining budget is spent on the best steps that fit, on the
     hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, shape [num_units + 1]
-    :param budget: maximum number of parameters to keep, or a limit on other costs
+    :param budget: maximum number of parameters to keep
     """
     everything = [group.num_units for group in groups]
-    limit = budget
-    if not isinstance(limit, Limit):
-        limit = Limit([torch.arange(group.num_units + 1).double() * group.unit_cost for group in groups], limit)
-    if limit.fits(everything):
+    if sum(group.num_parameters for group in groups) <= budget * (1 + 1e-9):
         return everything
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
-    costs = [cost[ks].tolist() for cost, ks in zip(limit.costs, counts, strict=True)]
-    if isinstance(budget, Limit):  # more units may cost less: kernels do not like every width
-        for g, (cost, error) in enumerate(zip(costs, errors, strict=True)):
-            front = _find_front(cost, error)
-            counts[g], costs[g], errors[g] = ([row[i] for i in front] for row in (counts[g], cost, error))
+    costs = [[float(k * group.unit_cost) for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at = [0] * len(groups)  # index of each group's choice among its counts
-    left = limit.most - sum(cost[0] for cost in costs)
+    left = budget - sum(cost[0] for cost in costs)
     steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
         for g in range(len(groups))
@@ -153,17 +92,6 @@ def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:
     fewest = max(math.floor((1 - max_sparsity) * group.num_units / step + 1e-9), 1) * step
     # num_units itself is not allowed where it is no multiple of the step: that width would be unusable.
     return [*range(fewest, group.num_units + 1, step)]
-
-
-def _find_front(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Return the indices of the points that no other undercuts in both; costs rise and errors fall along them."""
-    front: list[int] = []
-    for i in range(len(costs)):
-        while front and costs[i] <= costs[front[-1]] and errors[i] <= errors[front[-1]]:
-            front.pop()
-        if not front or errors[i] < errors[front[-1]]:
-            front.append(i)
-    return front
 
 
 def _find_hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from compressed_tensors.utils import is_match, match_targets
 from llmcompressor.modifiers import Modifier
@@ -17,10 +16,8 @@ from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.cost_table import CostTable, read_table
 from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.linalg.budget import Limit, meet_budget
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.experts import list_experts
 from struprune_plugin.model.layers import count_prunable_parameters, count_weight_bytes, find_decoder_layers
@@ -161,7 +158,7 @@ def find_budget(
 ) -> tuple[list[GroupSize], Budget]:
     """Return the sizes of the groups besides whole experts, and the budget.
 
-    :raises ValueError: a method does not support the budget; it cannot be met; a bad cost table
+    :raises ValueError: a method does not support the budget; it cannot be met
     """
     sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
@@ -172,12 +169,6 @@ def find_budget(
             f"budget: `importance: {modifier.importance.method}` needs sparsity, on which its scores depend. Give sparsity "
             "instead, or choose another importance."
         )
-    if asked is not None and asked.speedup is not None:
-        limit, table = _find_limit(modifier, model, groups, sizes)
-        kept = meet_budget(sizes, [0.0] * len(sizes), 0.0, limit)
-        left = sum(count * size.unit_cost for count, size in zip(kept, sizes, strict=True))
-        share = 1 - left / sum(size.num_parameters for size in sizes)
-        return sizes, Budget(0.0, num_prunable, share, weighed, limit, table)
     if asked is not None and asked.bytes is not None:
         dense, size = count_weight_bytes(model), model.dtype.itemsize
         sparsity = max(dense - asked.bytes, 0) / size / num_prunable
@@ -194,44 +185,12 @@ def find_budget(
     return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts=num_experts)
 
 
-def _find_limit(
-    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], sizes: Sequence[GroupSize]
-) -> tuple[Limit, CostTable]:
-    """Return the seconds of all groups that a speed-up leaves, in the order of the sizes, and the table of them.
-
-    :raises ValueError: the allocation or whole experts cannot meet one
-    """
-    assert modifier.budget is not None
-    rule, drops = modifier.allocation, modifier.experts is not None and modifier.experts.drops
-    if drops or (rule.measures and not rule.weighs_errors):
-        told, remedy = (
-            ("experts: whole", "experts: channels")
-            if drops
-            else (f"allocation: {rule.rule}", "allocation: error_curve")
-        )
-        raise ValueError(f"budget: `{told}` cannot meet a speedup. Give sparsity instead, or set `{remedy}`.")
-    table = read_table(str(modifier.budget.costs), model).add_whole(model, groups)
-    by_name, costs = {group.name: group for group in groups}, []
-    for size in sizes:
-        members = [(by_name[name], factor) for name, factor in size.members]
-        costs.append(torch.stack([table.list_costs(model, group)[::factor] for group, factor in members]).sum(0))
-    return Limit(costs, table.dense / (modifier.budget.speedup or 1.0) - table.rest), table
-
-
-def describe_limit(
-    modifier: StructuredModifier, budget: Budget, held: int, sizes: Sequence[GroupSize], kept: Mapping[str, int]
-) -> LimitRecord | None:
-    """Return the manifest's record of a budget of bytes or time; None under one of parameters.
+def describe_limit(modifier: StructuredModifier, held: int) -> LimitRecord | None:
+    """Return the manifest's record of a budget of bytes; None under one of parameters.
 
     :param held: bytes of the pruned weights
     """
-    asked, table = modifier.budget, budget.table
-    if asked is None:
-        return None
-    if table is None or budget.limit is None:
-        return LimitRecord("bytes", float(asked.bytes or 0), float(held))
-    seconds = table.rest + budget.limit.add_up([kept[size.name] for size in sizes])
-    return LimitRecord("speedup", asked.speedup or 1.0, table.dense / seconds)
+    return None if modifier.budget is None else LimitRecord("bytes", float(modifier.budget.bytes or 0), float(held))
 
 
 def find_mixture(

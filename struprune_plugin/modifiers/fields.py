@@ -35,27 +35,31 @@ EFFORTS: dict[str, dict[str, Any]] = {  # values of the fields that a recipe lea
 
 
 class BudgetConfig(Config):
-    """One limit on the size or the time of the pruned model.
+    """One limit on the size of the pruned model.
 
     :param parameters: share of parameters to remove, as ``sparsity``, which is the short form
     :param bytes: bytes of the saved weights, embeddings included, before a quantiser: a number, or digits before kB, MB
         or GB; met to within the rounding of widths
-    :param speedup: dense seconds over pruned seconds, by the table in ``costs``
-    :param costs: JSON file of a :class:`~struprune_plugin.allocation.cost_table.CostTable`, as ``python -m eval.costs`` writes it
     """
 
     parameters: float | None = Field(default=None, ge=0, lt=1)
     bytes: ByteSize | None = Field(default=None, ge=1)
-    speedup: float | None = Field(default=None, ge=1, le=1000)
-    costs: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_time(cls, value: Any) -> Any:
+        if isinstance(value, dict) and {"speedup", "costs"} & value.keys():
+            raise ValueError(
+                "speedup: budgets of time are gone, as one of parameters gave better quality at equal speed. Set sparsity, and "
+                "time the output."
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_parts(self) -> BudgetConfig:
-        given = [name for name, value in self if value is not None]
-        if given not in (["parameters"], ["bytes"], ["speedup", "costs"]):
-            raise ValueError(
-                f"must give parameters, or bytes, or speedup with costs, its table, got {', '.join(given) or 'none'}. Choose one."
-            )
+        names = [name for name, value in self if value is not None]
+        if len(names) != 1:
+            raise ValueError(f"must give parameters or bytes, got {', '.join(names) or 'none'}. Choose one.")
         return self
 
 

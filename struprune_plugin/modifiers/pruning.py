@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from llmcompressor.core import Event, State
@@ -113,8 +112,6 @@ class StruPruneModifier(StructuredModifier):
                 "Pass shuffle_calibration_samples=False."
             )
         recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
-        budgets = [m.budget for m in list_modifiers() if isinstance(m, StructuredModifier)]
-        recipe += [{"costs": Path(own.costs).read_text(encoding="utf-8")} for own in budgets if own and own.costs]
         self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:

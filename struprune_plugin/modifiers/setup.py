@@ -81,7 +81,7 @@ class RunSetup:
                 removed_parameters=removed,
                 met_sparsity=removed / self.budget.num_prunable,
                 rounding=budgets.describe_roundings(plan.list_left(self.groups), self.roundings),
-                limit=budgets.describe_limit(recipe, self.budget, count_weight_bytes(model), self.sizes, plan.kept),
+                limit=budgets.describe_limit(recipe, count_weight_bytes(model)),
             ),
             allocation=plan.record,
             memory_measure=context.measure,

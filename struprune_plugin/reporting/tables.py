@@ -75,9 +75,8 @@ def describe_rounding(rounding: RoundingRecord) -> str:
 
 
 def show_limit(record: LimitRecord) -> str:
-    """Return a budget of bytes or time, and what is planned for it, as text."""
-    show = format_bytes if record.name == "bytes" else "{:.3f} ×".format
-    return f"asked {show(record.asked)}, planned {show(record.planned)}"
+    """Return a budget of bytes, and what is planned for it, as text."""
+    return f"asked {format_bytes(record.asked)}, planned {format_bytes(record.planned)}"
 
 
 def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:

@@ -56,11 +56,11 @@ class RoundingRecord:
 
 @dataclass(frozen=True, config=_CLOSED)
 class LimitRecord:
-    """Record of a budget of bytes or time."""
+    """Record of a budget of bytes."""
 
-    name: str  # ``bytes`` or ``speedup``
-    asked: float  # bytes, or dense seconds over pruned seconds
-    planned: float  # bytes of the pruned weights, or the speed-up by the cost table
+    name: str  # ``bytes``
+    asked: float
+    planned: float  # bytes of the pruned weights
 
 
 @dataclass(frozen=True, config=_CLOSED)

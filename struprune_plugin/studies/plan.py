@@ -83,12 +83,12 @@ def plan_run(
     parameters, held = count_parameters(model), count_weight_bytes(model)
     left = held - removed * model.dtype.itemsize
     return RunPlan(
-        sparsity=removed / budget.num_prunable if budget.limit is not None else budget.sparsity,
+        sparsity=budget.sparsity,
         parameters=(parameters, parameters - removed),
         bytes=(held, left),
         experts=experts,
         rounding=budgets.describe_roundings(groups, roundings),
-        limit=budgets.describe_limit(modifier, budget, left, sizes, kept),
+        limit=budgets.describe_limit(modifier, left),
         needs=count_needs(model, modifier, work),
         layers=_list_units(model),
     )

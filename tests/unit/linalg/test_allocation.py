@@ -6,7 +6,7 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg.budget import Limit, allocate_error_curves, meet_budget, spread_sparsity
+from struprune_plugin.linalg.budget import allocate_error_curves, spread_sparsity
 from struprune_plugin.linalg.rounding import (
     GroupSize,
     check_budget,
@@ -251,30 +251,3 @@ def test_allocate_error_curves_keeps_max_sparsity_to_within_a_step(bound, seed):
     check_budget(groups, kept, 0.99 * bound)
     for group, count in zip(groups, kept, strict=True):
         assert count >= max((1 - bound) * group.num_units - group.step, group.step)
-
-
-@pytest.mark.parametrize("most", [3.0, 5.0, 7.5, 11.0])
-def test_a_limit_on_costs_that_do_not_rise_is_met_by_nearly_the_least_error(most):
-    """All units cost less than a few of them: no plan keeps a number that costs more and errs more than another."""
-    generator = torch.Generator().manual_seed(0)
-    groups = [GroupSize(name, "ffn", 4, 1, 1) for name in "abc"]
-    curves = [torch.rand(5, generator=generator, dtype=torch.float64).sort(descending=True).values for _ in groups]
-    costs = [torch.tensor([0.0, 1.0, 3.0, 5.0, 4.0], dtype=torch.float64) * scale for scale in (1.0, 0.5, 2.0)]
-    limit = Limit(costs, most)
-    kept = allocate_error_curves(groups, curves, limit, 0.95)
-    assert limit.fits(kept) == (most >= 3.5)
-    assert 3 not in kept
-    if limit.fits(kept):
-        choices = [c for c in itertools.product(range(1, 5), repeat=3) if limit.fits(c)]
-        errors = [sum(float(curve[k]) for curve, k in zip(curves, choice, strict=True)) for choice in choices]
-        found = sum(float(curve[k]) for curve, k in zip(curves, kept, strict=True))
-        assert found <= min(errors) + 0.2 * (max(errors) - min(errors))
-
-
-def test_the_least_share_within_a_limit():
-    groups = [GroupSize("a", "ffn", 10, 1, 1), GroupSize("b", "ffn", 10, 1, 1)]
-    limit = Limit([torch.arange(11, dtype=torch.float64)] * 2, 13.0)
-    assert sum(meet_budget(groups, [0.5, 0.1], 0.0, limit)) == 13
-    assert meet_budget(groups, [0.5, 0.1], 0.0, Limit(limit.costs, 100.0)) == [10, 10]
-    with pytest.raises(ValueError, match="budget: the fewest units that may stay must cost at most 1, got 2"):
-        meet_budget(groups, [0.5, 0.1], 0.0, Limit(limit.costs, 1.0))

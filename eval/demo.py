@@ -34,7 +34,9 @@ def main() -> int:
         return status
     folders = {"dense": DEMO_MODEL, "pruned": args.output}
     loaded = {name: load_checkpoint(str(folder)) for name, folder in folders.items()}
-    tokens = {name: tokenize_texts(tokenizer, read_texts(DEMO_TEST)) for name, (_, tokenizer) in loaded.items()}
+    tokens = {
+        name: tokenize_texts(tokenizer, read_texts(DEMO_TEST), None, 256) for name, (_, tokenizer) in loaded.items()
+    }
     batch = {name: tokens[name][: 8 * 256].view(8, 256).to(model.device) for name, (model, _) in loaded.items()}
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 1}
     forward = {name: partial(model, batch[name]) for name, (model, _) in loaded.items()}

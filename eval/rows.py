@@ -254,16 +254,17 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
     """Return the tokens of a text to score, shape [tokens], int64.
 
     A file's texts are tokenised one by one. The hub's are joined first, as the pruning papers do: WikiText-2's test lines
-    by blank lines; the first 1,100 texts of C4's first validation file by blanks, of which 256 windows count.
+    by blank lines; the first 1,100 texts of C4's first validation file by blanks, of which 256 windows count. As there, their
+    windows are cut from one stream; a file's each begin as the tokenizer begins a text.
     """
     if source == ITEMS:
-        return tokenize_texts(tokenizer, ["\n\n".join(read_items())], work.max_tokens)
+        return tokenize_texts(tokenizer, ["\n\n".join(read_items())], work.max_tokens, work.window)
     if source == "wikitext2":
         return tokenize_texts(tokenizer, ["\n\n".join(stream_texts(source, split="test"))], work.max_tokens)
     if source == "c4":
         text = " ".join(islice(stream_texts(source, split="validation"), _C4_TEXTS))
         return tokenize_texts(tokenizer, [text], work.max_tokens or _C4_WINDOWS * work.window)
-    return tokenize_texts(tokenizer, read_texts(source), work.max_tokens)
+    return tokenize_texts(tokenizer, read_texts(source), work.max_tokens, work.window)
 
 
 def list_refusals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -49,6 +49,7 @@ def oneshot(
     checkpoint_dir: str | os.PathLike | None = None,
     seed: int | None = 0,
     changes: Mapping[str, Any] | None = None,
+    window_bos: bool = True,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Compress a model in one calibration run, as ``llmcompressor.oneshot`` does.
@@ -68,6 +69,8 @@ def oneshot(
         with the same weights
     :param seed: seed of torch in the run, e.g. of llm-compressor's shuffling; None leaves torch's state alone
     :param changes: fields to set in a recipe that is not modifiers, as ``--set`` does: ``{"sparsity": 0.3}``
+    :param window_bos: let every window of a file or a hub data set begin as the tokenizer begins a text, where it puts a
+        beginning-of-text token there; False cuts windows from one stream of texts
     :param kwargs: all other arguments of llm-compressor's ``oneshot``
     :return: the compressed model
     :raises ValueError: bad input, before calibration, nothing written
@@ -76,7 +79,7 @@ def oneshot(
     join_processes()
     loaded = load_recipe(recipe, changes)
     offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
-    check_arguments(model, loaded, offloaded, kwargs)
+    check_arguments(model, loaded, offloaded, window_bos, kwargs)
     revision, trusts = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
     if isinstance(model, PreTrainedModel):
         config, source = model.config, model.config.name_or_path
@@ -109,7 +112,7 @@ def oneshot(
         elif isinstance(model, str) and not (tokenizer or kwargs.get("processor")):
             # also for a wrapper, whose other files are copied
             kwargs["tokenizer"] = load_tokenizer(model, revision, trusts)
-        kwargs = prepare_dataset(model, kwargs)
+        kwargs = prepare_dataset(model, kwargs, window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
         copy_inference_tensors(model)

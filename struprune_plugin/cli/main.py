@@ -48,6 +48,7 @@ def prune(
     batch_size: opt.BatchSize = 8,
     data: opt.Data = None,
     text_column: opt.TextColumn = "text",
+    no_window_bos: opt.NoWindowBos = False,
     settings: opt.Settings = None,
     sparsity: opt.Sparsity = None,
     budget: opt.Budget = None,
@@ -64,7 +65,7 @@ def prune(
     from struprune_plugin.entrypoint import oneshot
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, *windows, batch_size)
+    run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
     scratch = None if offload is None else offload / f"struprune-{os.getpid()}"
     try:
         oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
@@ -114,6 +115,7 @@ def eval_(
     window: opt.Window = 256,
     max_tokens: opt.MaxTokens = None,
     text_column: Annotated[str, opt.option("--text-column", "column of the text in --text", "NAME")] = "text",
+    no_window_bos: opt.NoScoredBos = False,
     tasks: opt.Tasks = "",
     include_path: opt.IncludePath = None,
     limit: opt.Limit = None,
@@ -140,7 +142,9 @@ def eval_(
 
     names, source = [name.strip() for name in tasks.split(",") if tasks], text or (None if tasks else DEMO_TEST)
     harness = names, include_path, limit
-    asked = Scoring(source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype)
+    asked = Scoring(
+        source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype, not no_window_bos
+    )
     dense, scorer = find_dense(paths), make_scorer(asked, paths)
     scores = {path: scorer(path) for path in dict.fromkeys(paths)}
     screen.show({"settings": asdict(asked), "scores": scores}, format_scores(scores))
@@ -229,6 +233,7 @@ def sweep(
     batch_size: opt.BatchSize = 8,
     data: opt.Data = None,
     text_column: opt.TextColumn = "text",
+    no_window_bos: opt.NoWindowBos = False,
     settings: opt.Settings = None,
     text: opt.ScoredText = None,
     window: opt.Window = 256,
@@ -251,9 +256,10 @@ def sweep(
     from struprune_plugin.studies.sweep import draw_sweep, pick_point, run_points
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, *windows, batch_size) | {"seed": seed}
+    run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
+    run["seed"] = seed
     source, column = text or DEMO_TEST, text_column if text else "text"
-    asked = Scoring(source, column, window, max_tokens, trust_remote_code)
+    asked = Scoring(source, column, window, max_tokens, trust_remote_code, window_bos=not no_window_bos)
     told = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes, "run": run}
 
     def run_point(share: float, out: Path) -> None:
@@ -278,7 +284,14 @@ def sweep(
 
 
 def describe_run(
-    dtype: str, trusts: bool, data: str | None, column: str, num_samples: int, seq_length: int, batch_size: int
+    dtype: str,
+    trusts: bool,
+    data: str | None,
+    column: str,
+    no_window_bos: bool,
+    num_samples: int,
+    seq_length: int,
+    batch_size: int,
 ) -> dict[str, Any]:
     """Return arguments of :func:`struprune_plugin.oneshot`; the same command calibrates on the same samples."""
     from struprune_plugin.evaluation.text import DEMO_CALIBRATION
@@ -288,6 +301,7 @@ def describe_run(
         "trust_remote_code_model": trusts,
         "dataset": data or DEMO_CALIBRATION,
         "text_column": column,
+        "window_bos": not no_window_bos,
         "num_calibration_samples": num_samples,
         "max_seq_length": seq_length,
         "batch_size": batch_size,

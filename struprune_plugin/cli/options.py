@@ -44,6 +44,8 @@ _SAMPLES = "number of calibration samples [default: 64; 256 with effort best]"
 _LENGTH = "tokens per sample [default: 256; on an accelerator 768 if no amount of text is given]"
 Data = Annotated[str | None, option("--data", _DATA, "SRC", _TEXT)]
 TextColumn = Annotated[str, option("--text-column", "column of the text in the data", "NAME", _TEXT)]
+_STREAM = "do not begin every window with the tokenizer's beginning-of-text token: cut one stream of texts"
+NoWindowBos = Annotated[bool, option("--no-window-bos", _STREAM, panel=_TEXT)]
 NumSamples = Annotated[int | None, option("--num-samples", _SAMPLES, "N", _TEXT, min=1)]
 SeqLength = Annotated[int | None, option("--seq-length", _LENGTH, "N", _TEXT, min=2)]
 BatchSize = Annotated[int, option("--batch-size", "samples on the device at a time", "N", _TEXT, min=1)]
@@ -63,6 +65,7 @@ _SCORED = "text for the perplexity [default: a shipped sample]"
 _FOLDER = "folder with further lm-eval task files"
 ScoredText = Annotated[Path | None, option("--text", _SCORED, "FILE.jsonl", _SCORING, exists=True, dir_okay=False)]
 Window = Annotated[int, option("--window", "tokens per window of the perplexity", "N", _SCORING, min=2)]
+NoScoredBos = Annotated[bool, option("--no-window-bos", _STREAM, panel=_SCORING)]
 MaxTokens = Annotated[int | None, option("--max-tokens", "score only the first N tokens", "N", _SCORING, min=1)]
 Tasks = Annotated[str, option("--tasks", "lm-eval tasks, e.g. arc_easy,hellaswag", "a,b", _SCORING)]
 IncludePath = Annotated[Path | None, option("--include-path", _FOLDER, "DIR", _SCORING, exists=True, file_okay=False)]

@@ -133,13 +133,45 @@ def stream_texts(
     return (make_text(row[column], tokenizer) for row in rows)
 
 
-def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
+def find_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text by itself, as measured on one."""
+    whole, bare = (tokenizer("text", add_special_tokens=added)["input_ids"] for added in (True, False))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def tokenize_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None, window: int | None = None
+) -> Tensor:
     """Tokenise every text with the tokenizer's own special tokens and concatenate.
 
+    :param window: number of tokens of the windows that the result is cut into. Each then begins with the token (or tokens) that the
+        tokenizer puts before a text, which stands before no text inside. None leaves it before every text
     :return: the first ``max_tokens`` tokens (all where None), shape [tokens], int64
+    :raises ValueError: ``window`` has no room for text
     """
-    stream = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
+    before, after = ([], []) if window is None else find_special_tokens(tokenizer)
+    stream = (t for text in texts for t in _strip_start(tokenizer(text, verbose=False)["input_ids"], before, after))
+    if before and window is not None:
+        if window <= len(before):
+            raise ValueError(
+                f"windows: must have more tokens than the {len(before)} that the tokenizer puts before a text, got {window}. Take "
+                "longer windows, or cut them from one stream (--no-window-bos, window_bos=False)."
+            )
+        size, bodies = min(window, sys.maxsize) - len(before), stream
+        pieces = iter(lambda: list(islice(bodies, size)), [])
+        stream = (token for piece in pieces for token in (*before, *piece))
     return torch.tensor(list(islice(stream, max_tokens and min(max_tokens, sys.maxsize))), dtype=torch.int64)
+
+
+def _strip_start(ids: list[int], before: list[int], after: list[int]) -> list[int]:
+    """Return a text's tokens without ``before`` at the start, also where the text itself has it written out, and without
+    ``after`` at the end where both are the same token."""
+    while before and ids[: len(before)] == before:
+        ids = ids[len(before) :]
+    return ids[: -len(after)] if after and after == before else ids
 
 
 def make_calibration_dataset(
@@ -148,12 +180,15 @@ def make_calibration_dataset(
     num_samples: int,
     seq_length: int,
     text_column: str = "text",
+    window_bos: bool = True,
 ) -> Dataset:
     """Return the first ``num_samples`` windows of ``seq_length`` tokens of a source, in order, for ``oneshot(dataset=…)``.
 
-    :raises ValueError: as :func:`stream_texts`; too little text
+    :param window_bos: let every window begin as the tokenizer begins a text; False cuts windows from one stream of texts
+    :raises ValueError: as :func:`stream_texts`; too little text; windows without room for text
     """
-    tokens = tokenize_texts(tokenizer, stream_texts(source, text_column, tokenizer=tokenizer), num_samples * seq_length)
+    texts = stream_texts(source, text_column, tokenizer=tokenizer)
+    tokens = tokenize_texts(tokenizer, texts, num_samples * seq_length, seq_length if window_bos else None)
     if len(tokens) < num_samples * seq_length:
         raise ValueError(
             f"dataset: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
@@ -170,8 +205,12 @@ def pack_windows(windows: Tensor) -> Dataset:
 # -- data of oneshot ----------------------------------------------------------------------------------------------
 
 
-def check_dataset(dataset: object, splits: object) -> None:
-    """Raise on data of an unsupported type, and on ``splits`` where nothing reads them."""
+def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
+    """Raise on data of an unsupported type, and on ``splits`` and ``window_bos`` where they have no effect.
+
+    :param kwargs: arguments of ``oneshot``
+    """
+    dataset, splits = kwargs.get("dataset"), kwargs.get("splits")
     if not isinstance(dataset, (str, os.PathLike, DataLoader, type(None), Dataset, IterableDataset)):
         raise ValueError(
             f"dataset: must be a file, c4, wikitext2, a name that llm-compressor knows, a Dataset or a loader, got "
@@ -180,6 +219,11 @@ def check_dataset(dataset: object, splits: object) -> None:
     if splits is not None and not is_from_host(dataset):
         raise ValueError(
             f"splits: has no effect on this dataset, got {splits!r}. Pass the part that you mean as dataset."
+        )
+    is_cut = isinstance(dataset, (str, os.PathLike)) or kwargs.get("concatenate_data")
+    if not window_bos and (not is_cut or is_from_host(dataset)):
+        raise ValueError(
+            "window_bos: has no effect on this dataset, whose rows are not cut into windows here, got False. Leave it out."
         )
 
 
@@ -191,11 +235,12 @@ def is_from_host(dataset: object) -> bool:
     return ":" in dataset or standardize_lookup_name(dataset) in known
 
 
-def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window_bos: bool = True) -> dict[str, Any]:
     """Convert a file or a short name to token windows, and a data set to what llm-compressor takes: not streamed, conversations as
     token ids. Select this process' part.
 
     :param kwargs: arguments of ``oneshot``
+    :param window_bos: as of :func:`make_calibration_dataset`
     :raises ValueError: as :func:`make_calibration_dataset`; no column that holds token ids, text or conversations; fewer samples
         than processes; with several processes, a data set name that llm-compressor resolves
     """
@@ -213,10 +258,18 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
         tokenizer = load_tokenizer(where, trust_remote_code=trusts)
     length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
-    if isinstance(source, Dataset):
+    if (
+        isinstance(source, Dataset)
+        and kwargs.get("concatenate_data")
+        and window_bos
+        and find_special_tokens(tokenizer)[0]
+    ):
+        dataset = _cut_rows(source, tokenizer, samples, length, column)
+        kwargs = kwargs | {"concatenate_data": False}
+    elif isinstance(source, Dataset):
         dataset = _tokenize_chats(source, tokenizer, samples, length, column)
     else:
-        dataset = make_calibration_dataset(source, tokenizer, samples, length, column)
+        dataset = make_calibration_dataset(source, tokenizer, samples, length, column, window_bos)
     return _split_dataset(kwargs | {"dataset": dataset})
 
 
@@ -233,6 +286,19 @@ def _tokenize_chats(
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     return dataset.map(tokenize, remove_columns=dataset.column_names, load_from_cache_file=False)
+
+
+def _cut_rows(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
+) -> Dataset:
+    """Return up to so many windows of a data set's texts or conversations, as a file's; llm-compressor's have no beginning."""
+    rows = dataset[find_column(dataset.column_names, text_column)]
+    tokens = tokenize_texts(tokenizer, (make_text(row, tokenizer) for row in rows), samples * length, length)
+    if len(tokens) < length:
+        raise ValueError(
+            f"dataset: must hold a window of {length} tokens, got {len(tokens)}. Lower max_seq_length, or give more text."
+        )
+    return pack_windows(tokens[: len(tokens) // length * length].view(-1, length))
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from struprune_plugin.storage.files import check_place, shorten_error, shorten_v
 from struprune_plugin.storage.registry import suggest
 
 _PRECISIONS = r"auto|None|full|half|(torch\.)?(float32|bfloat16|float16)"  # llm-compressor treats any other as auto
-_OWN = ("overwrite", "offload_folder", "checkpoint_dir", "seed", "changes")  # parameters of our oneshot alone
+# parameters of our oneshot alone
+_OWN = ("overwrite", "offload_folder", "checkpoint_dir", "seed", "changes", "window_bos")
 _REFUSED = {  # what would be ignored, or would put the model elsewhere -> what to do
     "config_name": "The configuration is that in the model's folder.",
     "recipe_args": "Pass changes={…}.",
@@ -39,7 +40,9 @@ _REFUSED = {  # what would be ignored, or would put the model elsewhere -> what 
 _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
-def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, kwargs: dict[str, Any]) -> None:
+def check_arguments(
+    model: object, recipe: Recipe, offload_folder: Path | None, window_bos: bool, kwargs: dict[str, Any]
+) -> None:
     """Raise on arguments that llm-compressor would ignore, or would reject with an unclear error."""
     if offload_folder is not None:
         check_place("offload_folder", offload_folder)
@@ -65,7 +68,7 @@ def check_arguments(model: object, recipe: Recipe, offload_folder: Path | None, 
         raise ValueError(
             f"precision: must be auto, float32, bfloat16 or float16, got {kwargs['precision']!r}. Pass one of these."
         )
-    check_dataset(kwargs.get("dataset"), kwargs.get("splits"))
+    check_dataset(kwargs, window_bos)
     if (pipeline := kwargs.get("pipeline") or "independent") != "independent":
         raise ValueError(
             f"pipeline: must be 'independent', which gives each modifier a pass of its own, got {pipeline!r}. Remove it."

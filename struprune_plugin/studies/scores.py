@@ -37,6 +37,7 @@ class Scoring:
     limit: int | None = None
     batch_size: int = 8
     dtype: str = "float32"
+    window_bos: bool = True
 
 
 def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]:
@@ -53,7 +54,7 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
         config = read_config(path, trust_remote_code=asked.trust_remote_code)
         tokenizer = load_tokenizer(path, trust_remote_code=asked.trust_remote_code)
         texts = read_texts(str(asked.text), asked.text_column, tokenizer)
-        tokens = tokenize_texts(tokenizer, texts, asked.max_tokens)
+        tokens = tokenize_texts(tokenizer, texts, asked.max_tokens, asked.window if asked.window_bos else None)
         scoring.check_windows(tokens, asked.window, config)
         return tokens
 
@@ -105,7 +106,7 @@ def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecor
     dtype = f", {asked.dtype}" if asked.dtype != "float32" else ""
     results = []
     if asked.text is not None:
-        name = f"perplexity, {asked.text.name}, windows of {asked.window}"
+        name = f"perplexity, {asked.text.name}, windows of {asked.window}{'' if asked.window_bos else ' of one stream'}"
         name += f", first {asked.max_tokens:,} tokens" if asked.max_tokens else ""
         results.append(ResultRecord(name + dtype, score["perplexity"], dense.get("perplexity")))
     limit = f", {asked.limit} examples" if asked.limit else ""

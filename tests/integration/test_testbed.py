@@ -13,7 +13,7 @@ def test_methods_rank_as_they_should_on_a_trained_model(testbed):
     """Deletion is worst, a solve helps it, exact elimination helps that, repairing inherited error helps again."""
     folder = str(testbed / "opt-mini")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = tokenize_texts(tokenizer, read_texts(testbed / "data" / "wikitext2_test.jsonl"), 3_200)
+    text = tokenize_texts(tokenizer, read_texts(testbed / "data" / "wikitext2_test.jsonl"), 3_200, 256)
     data = make_calibration_dataset(testbed / "data" / "books_calibration.jsonl", tokenizer, 32, 128)
     options = {
         "dataset": data,

@@ -161,6 +161,8 @@ def test_hub_texts_are_joined_and_cut_as_the_papers_do(opt, monkeypatch):
     assert (work.num_samples, work.window, work.texts) == (128, 2048, {"WikiText-2": "wikitext2", "C4": "c4"})
     for source, text in (("wikitext2", "\n\n = A =  test\n\nb c test"), ("c4", "one validation two validation")):
         assert rows.read_tokens(source, tokenizer, work).tolist() == tokenizer(text)["input_ids"]
+        shorter = read_command("--model", opt, "--window", 4)  # as published: no token at the start of every window
+        assert rows.read_tokens(source, tokenizer, shorter).tolist() == tokenizer(text)["input_ids"]
 
 
 # -- the paper's tables -------------------------------------------------------------------------------------------

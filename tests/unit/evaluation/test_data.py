@@ -32,8 +32,11 @@ def test_tokenize_texts_every_text_starts_with_the_special_token(tokenizer):
 def test_make_calibration_dataset_cuts_windows_in_order(tokenizer):
     dataset = make_calibration_dataset(DEMO_CALIBRATION, tokenizer, 3, 16)
     assert torch.tensor(dataset["input_ids"]).shape == (3, 16)
-    flat = tokenize_texts(tokenizer, read_texts(DEMO_CALIBRATION), 48)
+    flat = tokenize_texts(tokenizer, read_texts(DEMO_CALIBRATION), 48, 16)
     assert torch.tensor(dataset["input_ids"]).flatten().tolist() == flat.tolist()
+    stream = make_calibration_dataset(DEMO_CALIBRATION, tokenizer, 3, 16, window_bos=False)["input_ids"]
+    flat = tokenize_texts(tokenizer, read_texts(DEMO_CALIBRATION), 48)
+    assert torch.tensor(stream).flatten().tolist() == flat.tolist()
 
 
 def test_make_calibration_dataset_too_little_text_says_how_much_there_is(tokenizer, tmp_path):

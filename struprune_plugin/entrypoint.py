@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.evaluation.text import prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
+from struprune_plugin.export.older_readers import find_origin, keep_tokenizer
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
@@ -107,6 +108,7 @@ def oneshot(
         if output_dir is not None:
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs))
             kwargs["output_dir"] = str(folder)
+        origin = find_origin(kwargs.get("tokenizer") or kwargs.get("processor") or source, trusts)
         if isinstance(tokenizer := kwargs.get("tokenizer"), (str, os.PathLike)):
             kwargs["tokenizer"] = load_tokenizer(tokenizer, trust_remote_code=trusts)
         elif isinstance(model, str) and not (tokenizer or kwargs.get("processor")):
@@ -121,7 +123,8 @@ def oneshot(
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
             write_recipe(loaded, folder)
-            carry_files(source, folder, revision)
+            keep_tokenizer(origin, source, folder, revision)
+            carry_files(source, folder, compressed.config, revision)
             carry_manifest(source, folder)
             if (folder / MANIFEST_NAME).is_file():
                 write_card(folder)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from struprune_plugin.export import any_class
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.classes import name_auto_classes, register_type
 from struprune_plugin.export.custom_code import derive_beside, is_custom
+from struprune_plugin.export.older_readers import copy_carried, keep_old_keys
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.experts import pack_experts
 from struprune_plugin.model.layers import (
@@ -32,12 +31,11 @@ from struprune_plugin.model.layers import (
     read_padding,
 )
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock, make_dense_config
+from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
-from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES
 
 _WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
 _EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in which engines ask for them
@@ -182,14 +180,15 @@ def adopt_stock(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         vars(config).pop("auto_map", None)  # of code in the source folder, which was not run
 
 
-def carry_files(source: str, output: Path, revision: str | None = None) -> None:
-    """Copy the files of tokenizer and processor that the output folder does not have yet."""
+def carry_files(source: str, output: Path, config: PreTrainedConfig, revision: str | None = None) -> None:
+    """Copy the files of tokenizer and processor that the output folder lacks; add the keys that its configuration lacks.
+
+    :param config: the output's configuration
+    """
     folder = find_checkpoint(source, revision or "main") if source else None
-    for file in sorted(folder.iterdir()) if folder else ():
-        if file.is_file() and any(fnmatch(file.name, name) for name in CARRIED) and not (output / file.name).exists():
-            shutil.copyfile(file, output / file.name)
-    if folder and (folder / TEMPLATES).is_dir() and not (output / TEMPLATES).exists():
-        shutil.copytree(folder / TEMPLATES, output / TEMPLATES)
+    if folder:
+        copy_carried(folder, output)
+        keep_old_keys(folder, output, config, is_stock=not is_pruned(type(config)))
 
 
 @contextmanager
@@ -226,7 +225,7 @@ def wrap_save(model: PreTrainedModel, after: Callable[[str], object]) -> None:
             logger.enable(_HOST_SAVING)
             model.config._name_or_path = name
         if is_source_process():  # one of several processes writes, as in llm-compressor's own save
-            carry_files(name, Path(save_directory), getattr(model.config, "_commit_hash", None))
+            carry_files(name, Path(save_directory), model.config, getattr(model.config, "_commit_hash", None))
             after(str(save_directory))
 
     save_pretrained._overridden = True  # type: ignore[attr-defined]  # llm-compressor wraps only what lacks this mark

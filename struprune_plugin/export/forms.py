@@ -57,7 +57,7 @@ def convert_folder(source: Path, form: Form, output: Path, trust_remote_code: bo
     _pad_layers(model)
     with keep_generation_settings():
         model.save_pretrained(output)
-    carry_files(str(source), output)
+    carry_files(str(source), output, model.config)
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:

@@ -98,6 +98,7 @@ def adopt_config(model: PreTrainedModel) -> None:
     any_class.share_config(model, old, config)
     with any_class.keep_offload(model):
         model.__class__ = model_class
+    modeling.mark_layers(model, layout)
     config.architectures = [model_class.__name__]
 
 

@@ -21,6 +21,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForQuestionAnswering
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "StruPrune"
@@ -88,9 +89,17 @@ def derive_class(name: str) -> Any:
             "validate_architecture": lambda self: None,
             "validate_rope": lambda self: None,
             "make_dense": make_dense_config,
+            "per_layer_config": property(stock.per_layer_config.fget, _set_layer_configs),
         }
         return strict(type(name, (stock,), {**members, **as_own, "__module__": __name__}))
     config_class = derive_class(PREFIX + stock.config_class.__name__)
+    trunk = transformers.MODEL_MAPPING.get(
+        stock.config_class, None
+    )  # heads for other tasks make it from its configuration
+    if trunk is not stock and getattr(trunk, "config_class", None) is stock.config_class:
+        own_trunk = derive_class(PREFIX + trunk.__name__)
+        own_trunk.register_for_auto_class("AutoModel")
+        transformers.AutoModel.register(config_class, own_trunk, exist_ok=True)
     dense_type, own_type = stock.config_class.model_type, config_class.model_type
     for known, own in ((stock.__name__, name), (dense_type, own_type)):
         conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
@@ -100,7 +109,19 @@ def derive_class(name: str) -> Any:
         for table_name, table in vars(importlib.import_module("peft.utils.constants")).items():
             if table_name.startswith("TRANSFORMERS_MODELS_TO_") and dense_type in table:
                 table[own_type] = table[dense_type]
-    return _derive_model(stock, config_class, {**as_own, "__module__": __name__})
+    members = {**as_own, "__module__": __name__}
+    if trunk is not None and issubclass(
+        stock, GenericForQuestionAnswering
+    ):  # its own prefix passes over a checkpoint's trunk
+        members["base_model_prefix"] = trunk.base_model_prefix
+    return _derive_model(stock, config_class, members)
+
+
+def _set_layer_configs(config: Any, stated: dict[int | str, dict[str, Any]] | None) -> None:
+    """Set the sizes by layer of those layers that are there: users load fewer, or saved fewer."""
+    if stated is not None:
+        stated = {index: own for index, own in stated.items() if int(index) < config.num_hidden_layers}
+    transformers.PreTrainedConfig.per_layer_config.fset(config, stated)
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
@@ -125,13 +146,24 @@ def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         with dense_sizes(config):
             super(made, self).__init__(config)
+        for module in self.modules():  # a trunk below a head has a copy, made while it stated the dense sizes
+            if type(getattr(module, "config", None)) is type(config):
+                module.config = config
         fit_layers(self, config.layout)
+
+    def save_pretrained(self, *args, **kwargs):
+        follow_layers(self)
+        super(made, self).save_pretrained(*args, **kwargs)
 
     def _get_static_cache_init_shape(self, *args, **kwargs):  # None: layer by layer, at the first call
         varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
         return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
 
-    own = {"__init__": __init__, "_get_static_cache_init_shape": _get_static_cache_init_shape}
+    own = {
+        "__init__": __init__,
+        "save_pretrained": save_pretrained,
+        "_get_static_cache_init_shape": _get_static_cache_init_shape,
+    }
     made = type(PREFIX + stock.__name__, (stock,), {"config_class": config_class, **own, **members})
     return made
 
@@ -178,13 +210,15 @@ def fit_layers(model: Any, layout: Layout) -> None:
         for module in model.modules():
             if any(hasattr(child, "nf") for child in module.children()) and not module._non_persistent_buffers_set:
                 module._is_hf_initialized = True  # its class would initialise weights that a quantiser has packed
-    path = layout["layers"]
-    if not hasattr(model, path.split(".")[0]):
-        path = path.removeprefix(f"{model.base_model_prefix}.")
-    layers = model.get_submodule(path)
-    none: list[Any] = [{}] * len(layers)
+    layers, known = mark_layers(model, layout), len(layout["linears"])
+    if len(layers) > known:
+        raise ValueError(
+            f"num_hidden_layers: must be at most {known}, the number of layers in the checkpoint's layout, got {len(layers)}. "
+            "Set it to the number of layers that were saved."
+        )
+    none: list[Any] = [{}] * known
     found = layout["linears"], layout.get("counts", none), layout.get("parameters", none)
-    for layer, linears, counts, parameters in zip(layers, *found, strict=True):
+    for layer, linears, counts, parameters in zip(layers, *found, strict=False):  # users may load the first ones alone
         for name, said in linears.items():
             _resize(layer.get_submodule(name), *said["shape"])
             if padding := {key: said[key] for key in ("pad", "narrow") if key in said}:
@@ -195,6 +229,53 @@ def fit_layers(model: Any, layout: Layout) -> None:
             owner, own = find_owner(layer, name)
             old = getattr(owner, own)
             setattr(owner, own, nn.Parameter(old.new_empty(shape), old.requires_grad))
+
+
+def find_layers(model: Any, layout: Layout) -> Any:
+    """Return the list of decoder layers of a model, of its trunk, or of the trunk with another head."""
+    first, _, rest = layout["layers"].partition(".")
+    return model.get_submodule(layout["layers"]) if hasattr(model, first) else model.base_model.get_submodule(rest)
+
+
+def mark_layers(model: Any, layout: Layout) -> Any:
+    """Let every decoder layer know its place in a layout, whatever becomes of the list of layers; return the list."""
+    layers = find_layers(model, layout)
+    for index, layer in enumerate(layers):
+        layer.struprune_index = index
+    return layers
+
+
+def follow_layers(model: Any) -> None:
+    """Let a model's configuration describe the layers that are there, also where some were dropped, moved or repeated.
+
+    :raises ValueError: a layer is none of the checkpoint's, or the configuration states another number of layers
+    """
+    config, layout = model.config, model.config.layout
+    layers = find_layers(model, layout)
+    places = [getattr(layer, "struprune_index", None) for layer in layers]
+    known = len(layout["linears"])
+    if places == [*range(known)]:
+        return
+    text, where = config.get_text_config(decoder=True), f"save_pretrained: {layout['layers']}"
+    if None in places:
+        raise ValueError(
+            f"{where}.{places.index(None)} must be a layer of the loaded model or a copy of one (copy.deepcopy), got another "
+            f"{type(layers[places.index(None)]).__name__}. Put such a layer there."
+        )
+    if text.num_hidden_layers != len(places):
+        raise ValueError(
+            f"{where} must have num_hidden_layers = {text.num_hidden_layers} layers, got {len(places)}. Set "
+            f"model.config.num_hidden_layers = {len(places)}."
+        )
+    by_layer = {
+        key: [layout[key][place] for place in places] for key in ("linears", "counts", "parameters") if key in layout
+    }
+    config.layout = {**layout, **by_layer}
+    stated = config.to_dict().get("per_layer_config")
+    if stated is not None:
+        sizes = {int(index): own for index, own in stated.items()}
+        config.per_layer_config = {index: sizes[place] for index, place in enumerate(places) if place in sizes}
+    mark_layers(model, config.layout)
 
 
 def find_owner(layer: Any, name: str) -> tuple[Any, str]:
@@ -253,8 +334,18 @@ def derive_padded(stock: Any) -> Any:
     def forward(self, *args, **kwargs):
         return stock.forward(View(self), *args, **kwargs)
 
-    members = {"forward": forward, "stock_methods": list_methods(stock), "__module__": __name__}
-    return type(PREFIX + stock.__name__, (stock,), members)
+    def __reduce_ex__(self, protocol):  # no module has this class by name
+        _, _, *state = stock.__reduce_ex__(self, protocol)
+        return make_padded, (stock,), *state
+
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "stock_methods": list_methods(stock)}
+    return type(PREFIX + stock.__name__, (stock,), {**members, "__module__": __name__})
+
+
+def make_padded(stock: Any) -> Any:
+    """Return an empty module of the class that :func:`derive_padded` returns, for copies to be filled."""
+    kind = derive_padded(stock)
+    return kind.__new__(kind)
 
 
 class View:
@@ -296,10 +387,27 @@ def narrow(states: torch.Tensor, form: Form) -> torch.Tensor:
 
 def _change_heads(states: torch.Tensor, form: Form, given: int, wanted: int) -> torch.Tensor:
     """Return states with heads of another width; ``given`` and ``wanted`` are the widths' places in a segment."""
-    segments = form["segments"]
-    pieces = list(states.unflatten(-1, (form["blocks"], -1)).split([each[0] * each[given] for each in segments], -1))
+    blocks, segments = form["blocks"], form["segments"]
+    width = blocks * sum(each[0] * each[given] for each in segments)
+    if states.shape[-1] != width:
+        blocks, segments = _take_part(form, states.shape[-1], width)
+    pieces = list(states.unflatten(-1, (blocks, -1)).split([each[0] * each[given] for each in segments], -1))
     for place, each in enumerate(segments):
         if each[given] != each[wanted]:  # a negative number of zeros cuts
             heads = pieces[place].unflatten(-1, (each[0], each[given]))
             pieces[place] = nn.functional.pad(heads, (0, each[wanted] - each[given])).flatten(-2)
     return (torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]).flatten(-2)
+
+
+def _take_part(form: Form, found: int, width: int) -> tuple[int, list[list[int]]]:
+    """Return the blocks and segments of a form in one of several processes, each of which has its part of the heads."""
+    blocks, segments = form["blocks"], form["segments"]
+    ranks, rest = divmod(width, found)
+    if not rest and blocks > 1 and blocks % ranks == 0:
+        return blocks // ranks, segments
+    if rest or blocks > 1 or any(each[0] % ranks for each in segments):
+        raise ValueError(
+            f"tensor parallelism: every process must have whole heads, got {found} of {width} channels with (heads, kept "
+            f"channels, channels) {segments}. Use a number of processes that divides the numbers of heads."
+        )
+    return blocks, [[count // ranks, kept, dense] for count, kept, dense in segments]

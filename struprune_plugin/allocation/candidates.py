@@ -10,7 +10,7 @@ units of one block removed, measure by how much.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,7 +35,7 @@ from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.linalg.second_moments import move_moments, stack, stack_moments, unstack_moments
 from struprune_plugin.linalg.solve import damp_moments
-from struprune_plugin.linalg.ties import argmin_with_ties
+from struprune_plugin.linalg.ties import MARGIN, argmin_with_ties
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
@@ -193,6 +193,22 @@ def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[floa
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
     plan = proposed[taken]
     return replace(plan, record=replace(plan.record, tried=tried, taken=taken))
+
+
+def describe_doubt(tried: Mapping[str, float], own: str, even: Collection[str]) -> str | None:
+    """Return a sentence where an allocation nearer to uniform has less divergence than the rule's own; None elsewhere.
+
+    :param tried: KL divergence in nats by the name of an allocation
+    :param own: name of the rule's own
+    :param even: names of those nearer to uniform
+    """
+    best = min((name for name in even if name in tried), key=lambda name: tried[name], default=own)
+    if own not in tried or not tried[best] < (1 - MARGIN) * tried[own]:
+        return None
+    return (
+        f"on held-out text {best!r} diverges by {tried[best]:.4g} nats and {own!r} by {tried[own]:.4g}: "
+        "the measured error curves do not describe this model well. Try more calibration text."
+    )
 
 
 # -- blocks of modules -----------------------------------------------------------------------------------------------

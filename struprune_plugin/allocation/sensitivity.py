@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -16,8 +17,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
-from struprune_plugin.layerwise.calls import mark_tokens
-from struprune_plugin.layerwise.capture import place_rows, split_tokens
+from struprune_plugin.layerwise.calls import list_parts, mark_tokens
+from struprune_plugin.layerwise.capture import measure_rms, place_rows, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
@@ -70,7 +71,7 @@ def measure_fisher(
 
     With g the gradient of -log p(y) with respect to the output, y drawn from the model's own p: ``F = E[g g^T]``, shape [d, d],
     float64. An error e there changes the model's distribution by a KL divergence of ``e^T F e / 2`` to second order, tokens
-    taken as independent.
+    taken as independent. Where a norm rescales the output, e is the error divided by the output's RMS, and g multiplied by it.
 
     One forward pass stores every layer's input; then each layer alone runs again and propagates the gradient, for all batches, so
     that its weights are moved to the device once per direction. Only activations get gradients.
@@ -195,17 +196,23 @@ def _run_backward(
     context: DeviceContext,
 ) -> None:
     """Run one layer forward and backward on all batches, add ``g g^T`` at its consumers, store the gradients at its input."""
-    outputs: dict[str, Tensor] = {}
+    outputs, scales = dict[str, Tensor](), dict[str, Tensor]()
 
     def see(name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
         output.retain_grad()
         outputs[name] = output
 
+    def see_norm(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
+        scales[name] = measure_rms(list_parts(output)[0].detach().flatten(0, -2))
+
+    norms = {group.output_name: group.join.norm for group in groups if group.join.norm}
     watched = {group.output_name: group.experts or group.consumer for group in groups}
     sums |= {name: context.to_solver(sums[name]) for name in watched if name in sums}
     with ExitStack() as stack:
         for name, module in watched.items():
             stack.callback(layer.get_submodule(module).register_forward_hook(partial(see, name)).remove)
+        for name, module in norms.items():
+            stack.callback(layer.get_submodule(module).register_forward_hook(partial(see_norm, name)).remove)
         for flow in flows:
             call = flow.calls[index]
             flow.turn_back(index, layer, context)
@@ -214,6 +221,8 @@ def _run_backward(
                 gradients = torch.zeros_like(output) if output.grad is None else output.grad
                 del output
                 gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # Llama 4's experts get all tokens
+                if name in norms:
+                    gradients = gradients * scales.pop(name)[:, None]
                 for rows in place_rows(split_tokens(call), gradients.device, context):
                     gram = context.to_solver(multiply_by_itself(gradients[rows].float())).double()
                     sums[name] = sums[name].add_(gram) if name in sums else gram

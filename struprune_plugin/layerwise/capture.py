@@ -18,6 +18,8 @@ from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
+_EPS = 1e-6  # of most norms
+
 
 @dataclass
 class Stream:
@@ -59,12 +61,24 @@ class Seen:
             residual = residual + group.join.scale * self.outputs[group.join.parallel]
         return Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
 
+    def read_factors(self, group: UnitGroup) -> Tensor | None:
+        """Return the inverse RMS of every token's output that a norm rescales, shape [tokens], float32; None without a norm.
+
+        An error of that output reaches the residual stream divided by its RMS.
+        """
+        return measure_rms(self.outputs[group.join.norm]).reciprocal() if group.join.norm else None
+
     def read_sum(self, group: UnitGroup) -> Tensor:
         """Return the residual stream after the sum of a group's experts, in units of the sum, shape [tokens, d], float32.
 
         A layer's own output is rounded to its dtype, which hides small errors where some channels of the stream are large.
         """
         return self.inputs[group.join.residual].float() / group.join.scale + self.outputs[group.join.block].float()
+
+
+def measure_rms(output: Tensor) -> Tensor:
+    """Return what a norm divides a token by, the RMS, at least that of its eps, shapes [tokens, d] -> [tokens], float32."""
+    return (output.float().square().mean(-1) + _EPS).sqrt()
 
 
 @contextmanager
@@ -75,9 +89,10 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
     """
     seen, consumers = Seen(), {group.consumer for group in groups}
     stop = stop and len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
+    stop = stop and groups[0].join.norm in ("", groups[0].consumer)
     inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
     inputs |= {group.experts for group in groups if group.experts}
-    outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block) if name}
+    outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block, g.join.norm) if name}
 
     def forget(_layer: nn.Module, _args: tuple) -> None:
         for part in vars(seen).values():

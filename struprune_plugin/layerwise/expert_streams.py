@@ -49,6 +49,7 @@ def visit_experts(
     :param repair: error that the experts have to repair, or None
     """
     experts: Any = layer.get_submodule(groups[0].experts)
+    scales = seen.read_factors(groups[0])  # of the norm behind the sum
     args = seen.arguments[groups[0].experts]  # without a router's choice for Llama 4
     routed = _read_routing(experts.num_experts, args[1], args[2], call, repair) if len(args) > 2 else None
     for group in groups:
@@ -63,6 +64,8 @@ def visit_experts(
             target = stream.output[rows].float()
             if repair is not None:
                 target = target + shares[:, None] * repair.error[tokens]
+        if scales is not None:
+            factors = factors * scales[rows if routed is None else tokens]
         yield group, Visit(stream.source[:0], stream.inputs[rows], target, call, counts, factors)
 
 

@@ -190,7 +190,7 @@ class LayerStatistics:
                 continue
             stream, repair = seen.read(group), self.dense.find_repair(group, seen, index)
             if repair is None:
-                target, weights = self.dense.find_target(group, stream, index), None
+                target, weights = self.dense.find_target(group, stream, index), seen.read_factors(group)
             else:
                 target, weights = stream.output.float() + repair.error, repair.factors
             yield group, Visit(stream.source, stream.inputs, target, call, weights=weights)

@@ -10,7 +10,14 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation import curves
-from struprune_plugin.allocation.candidates import Trial, bend_curves, list_blocks, propose_blocks, take_best
+from struprune_plugin.allocation.candidates import (
+    Trial,
+    bend_curves,
+    describe_doubt,
+    list_blocks,
+    propose_blocks,
+    take_best,
+)
 from struprune_plugin.allocation.rules import tie_statistics
 from struprune_plugin.allocation.sensitivity import measure_sensitivity
 from struprune_plugin.allocation.whole_experts import score_experts
@@ -69,12 +76,19 @@ class Planner:
                 found = self._try(propose_blocks(setup.sizes, own.kept, blocks), measured, fit, probes)
                 bent = bend_curves(tied, setup.sizes, own.kept, dict(zip(blocks, found, strict=True)))
                 decided["probed"] = rule.decide(setup.sizes, bent, budget)
-            plans = self._vary(decided)
+            even = {
+                name: expand_counts(setup.sizes, counts)
+                for name, counts in rule.propose(setup.sizes, own, budget).items()
+            }
+            plans = self._vary(decided, even)
             kept = [plan.kept for plan in plans.values()]
             plan = take_best(plans, self._try(kept, measured, fit, judges)) if len(plans) > 1 else own
         if tried := plan.record.tried:
             told = ", ".join(f"{name} {value:.4g}" for name, value in tried.items())
             logger.info(f"KL divergence in nats of each candidate allocation: {told}; selected: {plan.record.taken}")
+            if doubt := describe_doubt(tried, rule.rule, even):
+                logger.warning(f"allocation: {doubt}")
+                plan = replace(plan, record=replace(plan.record, doubt=doubt))
         return plan
 
     def _divide_batches(self) -> tuple[curves.Batches, curves.Batches, curves.Batches]:
@@ -106,12 +120,12 @@ class Planner:
         config = self.recipe.make_config()
         return Trial(self.model, self.setup.groups, plans, config, measured, self.context).measure(fit, held)
 
-    def _vary(self, decided: Mapping[str, UnitAllocation]) -> dict[str, UnitAllocation]:
+    def _vary(
+        self, decided: Mapping[str, UnitAllocation], varied: Mapping[str, Mapping[str, int]]
+    ) -> dict[str, UnitAllocation]:
         """Return different plans by name: those decided, and variants of the rule's own that have the required widths."""
         setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
         own = decided[rule.rule]
-        proposed = rule.propose(setup.sizes, own, setup.budget)
-        varied = {name: expand_counts(setup.sizes, counts) for name, counts in proposed.items()}
         plans = {rule.rule: own.kept, **varied, **{name: plan.kept for name, plan in decided.items()}}
         for name, kept in plans.items():
             with suppress(ValueError):

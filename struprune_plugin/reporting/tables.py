@@ -100,6 +100,8 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
         ("allocation", manifest.allocation.method + ("" if temperature is None else f", T = {temperature:g}")),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
+    if manifest.allocation.doubt:
+        facts.append(("allocation in doubt", manifest.allocation.doubt))
     if model.left_out:
         facts.append(("not in the output", f"{', '.join(model.left_out)}, which the class does not load"))
     if budget.limit:

@@ -89,6 +89,7 @@ class AllocationRecord:
     sensitivity: str | None = _optional(default=None)  # weight of the errors
     tried: dict[str, float] | None = _optional(default=None)  # KL divergence of every plan, in nats per token
     taken: str | None = _optional(default=None)  # name of the plan that was used
+    doubt: str | None = _optional(default=None)  # why the rule's own plan is in doubt
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure
-from struprune_plugin.model.structure.joins import match_streams, record_streams
+from struprune_plugin.model.structure.joins import find_norm, match_streams, record_streams
 from struprune_plugin.model.structure.layout import ExpertsLayout, Join, LayerLayout
 from struprune_plugin.model.structure.locate import list_linears
 from struprune_plugin.model.structure.tiny import TinyRun
@@ -70,7 +70,12 @@ def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyR
 
 
 def _find_join(kind: Measured, name: str, length: int) -> Join:
-    """Return the join of a module's output: direct where noise added to it reaches the layer's output, up to a factor."""
+    """Return the join of a module's output, else the norm that rescales it, or the sum to which it belongs."""
+    return _find_direct_join(kind, name, length) or Join(norm=find_norm(kind, name))
+
+
+def _find_direct_join(kind: Measured, name: str, length: int) -> Join | None:
+    """Return the join of a module's output where noise added to it reaches the layer's output up to a factor, else None."""
     noise: list[Tensor] = []
 
     def add(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
@@ -88,16 +93,16 @@ def _find_join(kind: Measured, name: str, length: int) -> Join:
     finally:
         handle.remove()
     if noise[0].numel() != change.numel():
-        return Join()
+        return None
     added = noise[0].reshape(change.shape)
     scale = float((added * change).sum() / added.square().sum())
     if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
-        return Join()
+        return None
     streams, made = record_streams(kind, length)
     block = name
     while block:  # the smallest block of which a stream plus its output times a factor is the layer's output
         if block in made and (match := match_streams(streams, [made[""]], made[block])):
             is_same = abs(match[1] - scale) < _EXACT * abs(scale)
-            return Join(match[0], scale=match[1], is_direct=True, block=block) if is_same else Join()
+            return Join(match[0], scale=match[1], is_direct=True, block=block) if is_same else None
         block = block.rpartition(".")[0]
-    return Join()
+    return None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from struprune_plugin.model.structure.couplings import Measured, is_whole, split_copies, watch
 from struprune_plugin.model.structure.layout import Join
 
 _EXACT = 1e-4  # relative to the difference of two streams
+_UNCHANGED = 0.05  # of a layer's output, relative to a run without the module: a norm's eps has a small effect
 
 
 @torch.no_grad()
@@ -23,7 +25,6 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
     outputs, found = measured.outputs, dict[str, Join]()
     streams, made = record_streams(measured, len(next(iter(outputs.values()))))
     for place, consumer in enumerate(consumers):
-        found[consumer] = Join()
         for other in ("", *consumers[:place], *consumers[place + 1 :]):
             if other and outputs[other].shape != outputs[consumer].shape:
                 continue
@@ -32,7 +33,37 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
                 parallel = other if other in consumers[:place] else ""
                 found[consumer] = Join(match[0], parallel, match[1], is_direct=True)
                 break
+        else:
+            found[consumer] = Join(norm=find_norm(measured, consumer))
     return found
+
+
+def find_norm(measured: Measured, consumer: str) -> str:
+    """Return the consumer, or the smallest module around it, whose output a norm rescales: twice that output leaves the layer's
+    output as it is. Empty where there is none.
+    """
+    name, dense = consumer, _run_scaled(measured, "", 1.0)
+    while name:
+        with_none, with_twice = (_run_scaled(measured, name, factor) for factor in (0.0, 2.0))
+        if float((with_twice - dense).norm()) < _UNCHANGED * float((with_none - dense).norm()):
+            return name
+        name = name.rpartition(".")[0]
+    return ""
+
+
+def _run_scaled(measured: Measured, name: str, factor: float) -> Tensor:
+    """Return a layer's output with a module's output multiplied by a factor."""
+
+    def scale(_module: nn.Module, _args: tuple, output: Any) -> Any:
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    handle = measured.layer.get_submodule(name).register_forward_hook(scale) if name else None
+    try:
+        output = measured.call.run(measured.layer)
+    finally:
+        if handle is not None:
+            handle.remove()
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor) -> tuple[str, float] | None:

@@ -19,6 +19,7 @@ class Join:
     :param parallel: earlier linear whose output is added to the same residual stream; empty where there is none
     :param scale: factor on the added output, and on the parallel linear's
     :param is_direct: whether the output is added up to that factor; else something nonlinear lies between, a norm for instance
+    :param norm: module, the consumer or one around it, whose output a norm rescales before it is added; empty where none does
     :param block: for experts, and for a shared expert beside them: the module whose output, which contains their sum, is added
     """
 
@@ -26,6 +27,7 @@ class Join:
     parallel: str = ""
     scale: float = 1.0
     is_direct: bool = False
+    norm: str = ""
     block: str = ""
 
 

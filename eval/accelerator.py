@@ -43,6 +43,7 @@ from eval.methods import FASP_RECIPE
 from eval.paper_sizes import make_llama_config, make_opt_config, prune_random
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.modifiers.needs import Workload, count_needs
+from struprune_plugin.modifiers.setup import set_up
 
 SPARSITY, TOLERANCE = 0.3, 1e-3  # removed; largest difference of weights and logits, relative to the largest number
 CHEAP: dict[str, Any] = {"importance": "magnitude", "weight_update": "none"}
@@ -259,7 +260,7 @@ def prune_under_limit(shape: Shape) -> Iterator[str]:
     """Prune with ``offload`` while the allocator refuses more than the plan says; yield the plan and the peak."""
     recipe = StruPruneModifier(sparsity=SPARSITY, offload=True, allocation="uniform", dampening_frac=0.01)
     model = shape.make_random(shape.layers[-1])
-    planned = count_needs(model, recipe, Workload(shape.samples, shape.length, 1)).device
+    planned = count_needs(model, set_up(recipe, model, ([], [])), Workload(shape.samples, shape.length, 1)).device
     yield f"planned on the device: {planned / 1e9:.3f} GB"
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcompressor.core import State
 from llmcompressor.modifiers import Modifier
 from pydantic import Field
 
 from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
-from struprune_plugin.modifiers.pruning import StruPruneModifier
 
+R = TypeVar("R", bound=StructuredModifier)
 _DECIDED = ("sparsity", "budget", "allocation", "sensitivity")
 
 
@@ -20,9 +20,8 @@ class SparsityAllocatorModifier(StructuredModifier):
     Modifier that sets how a :class:`StruPruneModifier` in a later stage allocates sparsity to the modules of all layers.
     Source: paper, Algorithms 2 and 3, steps 1, 2 and 5.
 
-    It gives that stage its ``sparsity`` or ``budget``, ``allocation`` and ``sensitivity``, and every other field that is set
-    here and not there; the pruning stage then measures the dense model and allocates. Fields as in
-    :class:`StructuredModifier`.
+    That stage takes its ``sparsity`` or ``budget``, ``allocation`` and ``sensitivity`` from here, and every other field that is set
+    here and not there; it then measures the dense model and allocates. Fields as in :class:`StructuredModifier`.
 
     :param allocation: by default Algorithm 2
     """
@@ -30,33 +29,36 @@ class SparsityAllocatorModifier(StructuredModifier):
     allocation: AllocationField = Field(default="softmax", validate_default=True)  # type: ignore[arg-type]
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        self.hand_over(self.find_pruning(*self.split_recipe()))
+        before, behind = self.split_recipe()
+        check_allocator([*before, self, *behind])
         return True
 
-    def find_pruning(self, before: Sequence[Modifier], behind: Sequence[Modifier]) -> StruPruneModifier:
-        """Return the pruning stage, one of those behind; ValueError if there is none, or another allocator."""
-        pruning = next((other for other in behind if isinstance(other, StruPruneModifier)), None)
-        if pruning is None or any(isinstance(other, SparsityAllocatorModifier) for other in [*before, *behind]):
-            ours, names = type(self).__name__, [type(other).__name__ for other in (*before, self, *behind)]
-            raise ValueError(
-                f"recipe: exactly one {ours} must come before the StruPruneModifier that uses its allocation, got {names}. "
-                "Add or reorder the stages."
-            )
+
+def check_allocator(modifiers: Sequence[Modifier]) -> None:
+    """Raise if a recipe has several allocators, or one that no pruning stage follows."""
+    stages = [isinstance(one, SparsityAllocatorModifier) for one in modifiers if isinstance(one, StructuredModifier)]
+    if any(stages) and (stages[-1] or sum(stages) > 1):
+        raise ValueError(
+            "recipe: exactly one SparsityAllocatorModifier must come before the StruPruneModifier that uses its allocation, got "
+            f"{[type(modifier).__name__ for modifier in modifiers]}. Add or reorder the stages."
+        )
+
+
+def complete_recipe(pruning: R, before: Sequence[Modifier]) -> R:
+    """Return a pruning stage with the fields that an allocator before it sets; the stage itself if there is none.
+
+    :raises ValueError: the pruning stage sets otherwise what the allocator sets
+    """
+    stage = next((modifier for modifier in before if isinstance(modifier, SparsityAllocatorModifier)), None)
+    if stage is None:
         return pruning
-
-    def hand_over(self, pruning: StruPruneModifier) -> None:
-        """Give the pruning stage what this one decides, and the fields that are set here alone.
-
-        :raises ValueError: that stage sets otherwise what this one decides
-        """
-        given = pruning.model_fields_set
-        for name in _DECIDED:
-            if name in given and getattr(pruning, name) not in (None, getattr(self, name)):
-                raise ValueError(
-                    f"StruPruneModifier: {name} must be left out, or as in the {type(self).__name__} stage before, which sets it. "
-                    "Remove it here."
-                )
-        for name in {*_DECIDED, *(self.model_fields_set & self.dump_fields().keys() - given)}:
-            setattr(pruning, name, getattr(self, name))
-        if "effort" not in given and "rotate_values" not in given:  # which follows from the effort
-            pruning.rotate_values = self.rotate_values
+    for name in _DECIDED:
+        if name in pruning.model_fields_set and getattr(pruning, name) not in (None, getattr(stage, name)):
+            raise ValueError(
+                f"StruPruneModifier: {name} must be left out, or as in the SparsityAllocatorModifier stage before, which sets it. "
+                "Remove it here."
+            )
+    names = [*(stage.model_fields_set - pruning.model_fields_set), *_DECIDED]
+    fields = {name: getattr(pruning, name) for name in pruning.model_fields_set}
+    fields |= {name: getattr(stage, name) for name in names}
+    return type(pruning)(**{name: value for name, value in fields.items() if name not in Modifier.model_fields})

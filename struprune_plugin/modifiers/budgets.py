@@ -164,11 +164,6 @@ def find_budget(
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
     weighed = "none" if modifier.sensitivity is None else "fisher"
-    if asked is not None and modifier.importance.aims:
-        raise ValueError(
-            f"budget: `importance: {modifier.importance.method}` needs sparsity, on which its scores depend. Give sparsity "
-            "instead, or choose another importance."
-        )
     if asked is not None and asked.bytes is not None:
         dense, size = count_weight_bytes(model), model.dtype.itemsize
         sparsity = max(dense - asked.bytes, 0) / size / num_prunable
@@ -178,11 +173,18 @@ def find_budget(
                 f"budget.bytes: must be at least {least:,}, what stays if all removable units go, got {asked.bytes:,}. Raise it, "
                 "or prune more kinds of units."
             )
+    num_experts = None
     if mixture is None:
-        return sizes, Budget(sparsity, num_prunable, find_group_sparsity(sizes, num_prunable, sparsity), weighed)
-    num_left, share = mixture.split_budget(sizes, sparsity * num_prunable)
-    num_experts = num_left if num_left < mixture.counts[0] else None
-    return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts=num_experts)
+        share = find_group_sparsity(sizes, num_prunable, sparsity)
+    else:
+        num_left, share = mixture.split_budget(sizes, sparsity * num_prunable)
+        num_experts = num_left if num_left < mixture.counts[0] else None
+    most = getattr(modifier.allocation, "max_sparsity", 1.0)
+    if share > most:
+        raise ValueError(
+            f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
+        )
+    return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts)
 
 
 def describe_limit(modifier: StructuredModifier, held: int) -> LimitRecord | None:
@@ -194,7 +196,7 @@ def describe_limit(modifier: StructuredModifier, held: int) -> LimitRecord | Non
 
 
 def find_mixture(
-    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Modifier] = ()
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Modifier]
 ) -> Mixture | None:
     """Return the whole experts that a recipe may remove; None if it removes none.
 

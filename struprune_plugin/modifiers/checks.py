@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from compressed_tensors.utils import match_modules_set
@@ -18,20 +18,101 @@ from loguru import logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads, select_configurable
+from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.storage.files import shorten_error, shorten_value
 from struprune_plugin.storage.manifest import CalibrationRecord
 
+Stages = tuple[Sequence[Modifier], Sequence[Modifier]]
 # modifiers that need the final weights
 _QUANTISERS = QuantizationMixin, AWQModifier, SmoothQuantModifier, SpinQuantModifier, QuIPModifier
 _LAST = *_QUANTISERS, SparsityModifierBase, ConstantPruningModifier, MagnitudePruningModifier
+
+
+def refuse(recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitGroup], stages: Stages) -> None:
+    """Raise if a recipe's fields, the model and the stages around pruning do not go together.
+
+    ``struprune plan`` and a run refuse the same: nothing here needs weights or data.
+
+    :param recipe: the pruning stage, completed by an allocator's
+    :param stages: modifiers before pruning, and those behind it
+    """
+    check_order(recipe, stages[0])
+    check_heads(stages[1], recipe.attention_unit == "head", recipe.attention_unit == "value_channels")
+    recipe.importance.check(model, recipe.attention_unit, recipe.prune_ffn)
+    recipe.weight_update.check(model, recipe.attention_unit, recipe.prune_ffn)
+    recipe.allocation.check(recipe.importance.method)
+    for condition, sentence in _list_refusals(recipe, model, groups, stages[1]):
+        if condition:
+            raise ValueError(sentence)
+    check_later(stages[1], model)
+
+
+def _list_refusals(
+    recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
+) -> Iterator[tuple[bool, str]]:
+    """Yield (condition, sentence): the first sentence whose condition holds is the error."""
+    importance, update = recipe.importance, recipe.weight_update
+    ranked, updated = f"importance: {importance.method}", f"weight_update: {update.method}"
+    yield (
+        recipe.sparsity is None and recipe.budget is None,
+        "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
+        "Add sparsity to the recipe.",
+    )
+    if recipe.output == "uniform":
+        for condition, problem in _list_obstacles(recipe, model, groups, later):
+            yield condition, f"`output: uniform` {problem}."
+    yield (
+        recipe.experts is not None and not importance.takes_experts and find_structure(model).has_experts,
+        f"`{ranked}` is not defined for the experts of a mixture. Set `experts: none`, or another importance.",
+    )
+    for on_device, asked in ((not importance.takes_offload, ranked), (update.refines, updated)):
+        sentence = f"offload: must be false with `{asked}`, which runs on the device. Remove one of the two."
+        yield recipe.offload and on_device, sentence
+    yield (
+        update.refines and not any(map(update.can_refine, groups)),
+        f"`{updated}` has no effect on the chosen modules. Remove it, or prune other modules.",
+    )
+    yield (
+        recipe.budget is not None and importance.aims,
+        f"budget: `{ranked}` needs sparsity, on which its scores depend. Give sparsity instead, or choose another importance.",
+    )
+
+
+def _list_obstacles(
+    recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
+) -> Iterator[tuple[bool, str]]:
+    """Yield (condition, problem) of what ``output: uniform`` cannot give a model that stock classes load."""
+    name, rule = model.config.model_type, recipe.allocation
+    yield rule.measures, f"gives all layers one size, got `allocation: {rule.rule}`. Set `allocation: uniform`"
+    yield (
+        recipe.attention_unit == "value_channels",
+        "needs values as wide as queries and keys, got `attention_unit: value_channels`. Set `attention_unit: head` or "
+        "`attention_unit: none`",
+    )
+    yield (
+        any(hasattr(module, "nf") for module in model.modules())
+        and any(isinstance(other, QuantizationMixin) for other in later),
+        f"gives {name} its stock class, whose transposed weights llm-compressor does not quantise. Set `output: per_layer`",
+    )
+    yield (
+        not are_layers_alike(model),
+        "needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert the model "
+        "first (struprune convert --to uniform-padded)",
+    )
+    has_choice = recipe.targets != ["re:.*"] or bool(recipe.ignore)
+    yield has_choice, "must cover all decoder layers. Remove targets and ignore"
+    heads = max((group.num_units for group in groups if group.module_kind == "attention"), default=0)
+    yield (
+        recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)),
+        f"needs all heads of {name}, got `attention_unit: head`. Set it to none",
+    )
 
 
 def check_order(modifier: Modifier, before: Sequence[Modifier]) -> None:
@@ -200,45 +281,3 @@ def check_sequences(model: PreTrainedModel, longest: int, largest_token: int) ->
             f"dataset: token ids must be below {size}, the model's number of embeddings, got {largest_token}. Use the model's "
             "own tokenizer."
         )
-
-
-def select_uniform(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays."""
-    if not are_layers_alike(model):
-        return list(groups)  # refused by :func:`check_uniform`
-    keeps_width = recipe.experts is not None and recipe.experts.drops
-    cut = [group for group in groups if not (group.experts and keeps_width)]
-    chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
-    return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
-
-
-def check_uniform(
-    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
-) -> None:
-    """Raise if a recipe with ``output: uniform`` would give a model that no stock class can load."""
-    problem, heads = "", max((group.num_units for group in groups if group.module_kind == "attention"), default=0)
-    if recipe.allocation.measures:
-        problem = f"gives all layers one size, got `allocation: {recipe.allocation.rule}`. Set `allocation: uniform`"
-    elif recipe.attention_unit == "value_channels":
-        problem = (
-            "needs values as wide as queries and keys, got `attention_unit: value_channels`. Set `attention_unit: head` or "
-            "`attention_unit: none`"
-        )
-    elif any(hasattr(module, "nf") for module in model.modules()) and any(
-        isinstance(other, QuantizationMixin) for other in later
-    ):
-        problem = (
-            f"gives {model.config.model_type} its stock class, whose transposed weights llm-compressor does not quantise. Set "
-            "`output: per_layer`"
-        )
-    elif not are_layers_alike(model):
-        problem = (
-            "needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert the model "
-            "first (struprune convert --to uniform-padded)"
-        )
-    elif recipe.targets != ["re:.*"] or recipe.ignore:
-        problem = "must cover all decoder layers. Remove targets and ignore"
-    elif recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)):
-        problem = f"needs all heads of {model.config.model_type}, got `attention_unit: head`. Set it to none"
-    if problem:
-        raise ValueError(f"`output: uniform` {problem}.")

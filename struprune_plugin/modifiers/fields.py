@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, model_validator
-from torch import nn
+from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_attention_unit
+from struprune_plugin.export.stock_config import are_layers_alike, select_configurable
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
@@ -167,10 +168,10 @@ class StructuredModifier(StageModifier):
         self.model_fields_set.intersection_update(given)
         return self
 
-    def prepare_groups(self, model: nn.Module) -> list[UnitGroup]:
+    def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; transposed linears (GPT-2) are converted and experts split in place first."""
         replace_conv1d(model)
-        check_attention_unit(model, self.attention_unit)  # type: ignore[arg-type]
+        check_attention_unit(model, self.attention_unit)
         if self.experts is not None and find_structure(model).has_experts:
             take_apart(model)
         groups = find_groups(
@@ -198,3 +199,36 @@ class StructuredModifier(StageModifier):
         """Sequences for the Fisher information; None if nothing is weighed by it."""
         weighs = self.importance.eliminates or self.allocation.weighs_errors
         return self.sensitivity.samples if self.sensitivity is not None and weighs else None
+
+
+class PruningFields(StructuredModifier):
+    """Fields of the pruning stage: those of :class:`StructuredModifier`, and:
+
+    :param reconstruct: target of a solve (method.md section 2)
+    :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
+        ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
+    """
+
+    allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
+    reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
+    output: Literal["per_layer", "uniform"] = "per_layer"
+
+    @model_validator(mode="after")
+    def _complete_fields(self) -> PruningFields:
+        """Set the allocation of a uniform output, unless the recipe does, without marking it as set."""
+        if self.output == "uniform" and "allocation" not in self.model_fields_set:
+            self.allocation = RULES.parse("uniform")
+            self.model_fields_set.discard("allocation")
+        return self
+
+    def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
+        """Return the groups that the recipe selects; with ``output: uniform``, only those that a stock class can shrink in all
+        layers alike, and those of whole experts, whose width stays.
+        """
+        groups = super().prepare_groups(model)
+        if self.output != "uniform" or not are_layers_alike(model):  # refused
+            return groups
+        keeps_width = self.experts is not None and self.experts.drops
+        cut = [group for group in groups if not (group.experts and keeps_width)]
+        chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
+        return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]

@@ -25,6 +25,7 @@ from struprune_plugin.model.layers import (
 from struprune_plugin.model.structure.layout import LayerLayout
 from struprune_plugin.model.units.group import UnitGroup, select_groups
 from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.setup import Setup
 from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.runtime.device_context import find_free_bytes
 from struprune_plugin.storage.files import format_bytes
@@ -70,16 +71,14 @@ class Needs:
         return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
 
 
-def keep_on_device(
-    model: PreTrainedModel, modifier: StructuredModifier, batches: Sequence[dict[str, Tensor]]
-) -> dict[str, int]:
+def keep_on_device(model: PreTrainedModel, setup: Setup, batches: Sequence[dict[str, Tensor]]) -> dict[str, int]:
     """Return the bytes that stay on the device between the layers of a run, by what they hold; log them."""
     if find_free_bytes() is None:
         return {}
     shapes = [batch["input_ids"].shape for batch in batches]
     work = Workload(sum(s[0] for s in shapes), max(s[1] for s in shapes), max(s[0] for s in shapes))
     with disable_onloading():  # shapes and dtypes alone are read
-        needs = count_needs(model, modifier, work)
+        needs = count_needs(model, setup, work)
     kept = needs.choose_kept()
     logger.info(f"stays on the device: {_list_bytes(kept)} of {_list_bytes(needs.movable)}")
     return kept
@@ -89,10 +88,9 @@ def _list_bytes(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "nothing"
 
 
-def count_needs(model: PreTrainedModel, modifier: StructuredModifier, work: Workload) -> Needs:
+def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
     """Return the bytes that a run needs, from shapes and measured units alone."""
-    groups = modifier.prepare_groups(model)
-    hidden = read_hidden_size(model)
+    modifier, groups, hidden = setup.recipe, setup.groups, read_hidden_size(model)
     item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
     movable = {

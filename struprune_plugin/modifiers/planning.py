@@ -25,7 +25,6 @@ from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.model.layers import read_hidden_size
 from struprune_plugin.modifiers.budgets import check_widths
-from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import RunSetup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
@@ -40,7 +39,6 @@ _PART = "allocation"  # name in the store
 class Planner:
     """Planner that measures the dense model on calibration data and makes the plan of the pruning stage."""
 
-    recipe: StructuredModifier
     setup: RunSetup
     model: PreTrainedModel
     context: DeviceContext
@@ -49,7 +47,7 @@ class Planner:
         """Return the plan and the measured sensitivity, from the store if an earlier process has made them."""
         if store is not None and (done := store.read(_PART, tuple[UnitAllocation, Sensitivity])):
             return done
-        setup, recipe, groups = self.setup, self.recipe, self.setup.groups
+        setup, recipe, groups = self.setup, self.setup.recipe, self.setup.groups
         samples = recipe.sensitivity_samples
         sensitivity = measure_sensitivity(self.model, setup.batches, groups, self.context, recipe.importance, samples)
         plan = self._add_experts(setup.early or self._allocate(sensitivity))
@@ -62,7 +60,7 @@ class Planner:
 
     def _allocate(self, sensitivity: Sensitivity) -> UnitAllocation:
         """Return the allocation: measure error curves, propose plans, judge them on held-out text, take the best."""
-        rule, setup, budget = self.recipe.allocation, self.setup, self.setup.budget
+        rule, setup, budget = self.setup.recipe.allocation, self.setup, self.setup.budget
         logger.info(f"measuring the dense model for allocation: {rule.rule}")
         with self.context.stage("allocate"):
             fit, probes, judges = self._divide_batches()
@@ -94,7 +92,7 @@ class Planner:
     def _divide_batches(self) -> tuple[curves.Batches, curves.Batches, curves.Batches]:
         """Return (batches for the curves, to try blocks of modules, to try plans); none to try if a process would hold out fewer
         than two sequences."""
-        rule = self.recipe.allocation
+        rule = self.setup.recipe.allocation
         if not hasattr(rule, "samples"):
             return self.setup.batches, [], []
         samples = -(-getattr(rule, "trial_samples", 0) // count_ranks())  # an equal share per process
@@ -106,7 +104,7 @@ class Planner:
 
     def _measure_curves(self, fit: curves.Batches, sensitivity: Sensitivity, keeps: bool) -> curves.Fit:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
-        recipe, context = self.recipe, self.context
+        recipe, context = self.setup.recipe, self.context
         hidden_size = read_hidden_size(self.model)
         groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
         keeps = keeps and all(gather("moments" in context.resident or curves.can_keep_moments(groups, hidden_size)))
@@ -117,14 +115,14 @@ class Planner:
         self, plans: Sequence[Mapping[str, int]], measured: curves.Fit, fit: curves.Batches, held: curves.Batches
     ) -> list[float]:
         """Return the divergence of every plan on held-out batches, in nats."""
-        config = self.recipe.make_config()
+        config = self.setup.recipe.make_config()
         return Trial(self.model, self.setup.groups, plans, config, measured, self.context).measure(fit, held)
 
     def _vary(
         self, decided: Mapping[str, UnitAllocation], varied: Mapping[str, Mapping[str, int]]
     ) -> dict[str, UnitAllocation]:
         """Return different plans by name: those decided, and variants of the rule's own that have the required widths."""
-        setup, rule, found = self.setup, self.recipe.allocation, dict[str, UnitAllocation]()
+        setup, rule, found = self.setup, self.setup.recipe.allocation, dict[str, UnitAllocation]()
         own = decided[rule.rule]
         plans = {rule.rule: own.kept, **varied, **{name: plan.kept for name, plan in decided.items()}}
         for name, kept in plans.items():

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
-from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.units import sort_groups
-from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.modifiers.checks import check_later, select_uniform
-from struprune_plugin.modifiers.fields import AllocationField, StructuredModifier
+from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
@@ -32,7 +28,7 @@ from struprune_plugin.storage.manifest import Manifest, describe_versions, write
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
-class StruPruneModifier(StructuredModifier):
+class StruPruneModifier(PruningFields):
     """
     Modifier that removes coupled units (FFN channels; attention heads or value channels) from every decoder layer and
     re-solves the linears that consumed them, so that the model is physically smaller.
@@ -41,33 +37,19 @@ class StruPruneModifier(StructuredModifier):
     ``||Y - W_S P_S||^2 + lambda ||W_S - W||^2``. Layers are pruned in order, each on inputs from the pruned layers before it.
     The dense hidden states are kept beside the pruned ones, on the device as far as they fit.
 
-    Fields as in :class:`StructuredModifier`, and:
+    Fields as in :class:`PruningFields`.
 
     :param sparsity: required unless there is a ``budget`` or an earlier :class:`SparsityAllocatorModifier` stage
-    :param reconstruct: target of a solve (method.md section 2)
-    :param output: ``per_layer``: each layer has its own size, and our modelling file travels with the checkpoint;
-        ``uniform``: all layers have the same size, the allocation is uniform, and stock classes load the output
     """
-
-    allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
-    reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
-    output: Literal["per_layer", "uniform"] = "per_layer"
 
     _stages: tuple[Sequence[Modifier], Sequence[Modifier]] = PrivateAttr(default=((), ()))  # before, behind
     _setup: RunSetup | None = PrivateAttr(default=None)
     _store: ResumeStore | None = PrivateAttr(default=None)
     _finish: Callable[[PreTrainedModel], Manifest] | None = PrivateAttr(default=None)  # set by a whole pass
 
-    @model_validator(mode="after")
-    def _complete_fields(self) -> StruPruneModifier:
-        if self.output == "uniform" and "allocation" not in self.model_fields_set:
-            self.allocation = RULES.parse("uniform")
-        return self
-
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
-        self._setup = prepare_run(self, state.model, state.data.calib, self._stages, self.output == "uniform")
-        check_later(self._stages[1], state.model)
+        self._setup = prepare_run(self, state.model, state.data.calib, self._stages)
         self._open_store(state, self._setup.batches)
         return True
 
@@ -75,18 +57,19 @@ class StruPruneModifier(StructuredModifier):
         self.check_alone()
         model, setup = state.model, self._setup
         if not all(isinstance(other, StructuredModifier) for other in self._stages[0]):  # REAP has changed the model
-            setup = self._setup = prepare_run(self, model, state.data.calib, self._stages, self.output == "uniform")
+            setup = self._setup = prepare_run(self, model, state.data.calib, self._stages)
         assert setup is not None
-        with enter_device_context(model, self.offload) as context, context.stage("whole pass"):
-            context.resident = keep_on_device(model, self, setup.batches)
-            plan, sensitivity = Planner(self, setup, model, context).decide(self._store)
+        recipe = setup.recipe
+        with enter_device_context(model, recipe.offload) as context, context.stage("whole pass"):
+            context.resident = keep_on_device(model, setup, setup.batches)
+            plan, sensitivity = Planner(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
-            pruner = Pruner(self.make_config(self.reconstruct), plan, sensitivity, context)
+            pruner = Pruner(recipe.make_config(self.reconstruct), plan, sensitivity, context)
             with calibrating(model):
                 all_groups = sort_groups([*setup.groups, *setup.whole])
                 records = pruner.prune_model(model, setup.batches, all_groups, self._store)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
-        self._finish = partial(setup.finish, self, plan, records, context)
+        self._finish = partial(setup.finish, plan, records, context)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._finish is None:
@@ -113,8 +96,3 @@ class StruPruneModifier(StructuredModifier):
             )
         recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
         self._store.open(describe_run(recipe, describe_versions(), state.model, batches))
-
-    def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups that the recipe selects; with ``output: uniform``, only those that stock classes can shrink."""
-        groups = super().prepare_groups(model)
-        return select_uniform(self, model, groups) if self.output == "uniform" else groups

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from llmcompressor.modifiers import Modifier
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,37 +19,42 @@ from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import can_hold_heads, make_uniform_config
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
-from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.surgery import check_sliceable
 from struprune_plugin.model.units import find_groups
 from struprune_plugin.model.units.group import UnitGroup
 from struprune_plugin.modifiers import budgets, checks
-from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.allocator import complete_recipe
+from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage import manifest
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """Facts about a run that are known before it starts."""
+class Setup:
+    """What a recipe comes to on a model, known from its shapes: neither weights nor data are read."""
 
+    recipe: PruningFields  # as it runs: completed by an allocator's, without experts that failed the rehearsal
     groups: Sequence[UnitGroup]  # to prune, in the order in which the model computes them
     whole: Sequence[UnitGroup]  # they keep all units and are re-solved
     roundings: dict[str, budgets.Rounding]  # of kept counts, by group name
     sizes: Sequence[GroupSize]  # of the groups beside whole experts
     budget: Budget
     mixture: Mixture | None  # whole experts that may be removed
+    early: UnitAllocation | None  # plan of a rule that needs no calibration data
+
+
+@dataclass(frozen=True)
+class RunSetup(Setup):
+    """Setup of a run, with its data."""
+
     batches: list[dict[str, Tensor]]
     calibration: manifest.CalibrationRecord
     num_parameters: int
-    early: UnitAllocation | None  # plan of a rule that needs no calibration data
-    uniform: bool  # all layers get one size, for stock classes
 
     def finish(
         self,
-        recipe: StructuredModifier,
         plan: UnitAllocation,
         groups: list[manifest.GroupRecord],
         context: DeviceContext,
@@ -58,7 +62,7 @@ class RunSetup:
     ) -> manifest.Manifest:
         """Give the pruned model its configuration and class; return the manifest of the run."""
         _set_num_experts(model, self.groups)
-        if self.uniform:
+        if self.recipe.output == "uniform":
             adopt_stock(model, make_uniform_config(model))
         else:
             adopt_config(model)
@@ -72,7 +76,7 @@ class RunSetup:
                 parameters_after=count_parameters(model),
                 left_out=getattr(model, "left_out", []),
             ),
-            settings=recipe.dump_fields(),
+            settings=self.recipe.dump_fields(),
             seed=torch.initial_seed(),
             calibration=self.calibration,
             budget=manifest.BudgetRecord(
@@ -81,7 +85,7 @@ class RunSetup:
                 removed_parameters=removed,
                 met_sparsity=removed / self.budget.num_prunable,
                 rounding=budgets.describe_roundings(plan.list_left(self.groups), self.roundings),
-                limit=budgets.describe_limit(recipe, count_weight_bytes(model)),
+                limit=budgets.describe_limit(self.recipe, count_weight_bytes(model)),
             ),
             allocation=plan.record,
             memory_measure=context.measure,
@@ -91,38 +95,17 @@ class RunSetup:
         )
 
 
-def prepare_run(
-    modifier: StructuredModifier,
-    model: PreTrainedModel,
-    loader: Any,
-    stages: tuple[Sequence[Modifier], Sequence[Modifier]],
-    uniform: bool,
-) -> RunSetup:
-    """Find the groups of the model as it is now, check recipe, model and calibration data, and return the setup of the run.
+def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages) -> Setup:
+    """Find the groups of the model as it is now, and how many of their units may stay. Experts whose removal fails in the
+    rehearsal stay whole.
 
-    Experts whose removal fails in the rehearsal stay whole: ``modifier.experts`` is then set to None.
-
-    :param stages: modifiers before this one in the recipe, and those behind it
+    :param stages: modifiers before the pruning stage in the recipe, and those behind it
+    :raises ValueError: recipe and model do not go together, or the budget cannot be met
     """
-    before, later = stages
-    units = modifier.attention_unit, modifier.prune_ffn
-    if modifier.experts is None or modifier.experts.drops:
-        rehearse(model, *units, prune_experts=modifier.experts is not None)
-    elif not rehearse_with_experts(model, *units):
-        modifier.experts = None
-    if modifier.sparsity is None and modifier.budget is None:
-        raise ValueError(
-            "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
-            "Add sparsity to the recipe."
-        )
-    groups = modifier.prepare_groups(model)
-    if uniform:
-        checks.check_uniform(modifier, model, groups, later)
-    whole = _find_whole(modifier, model, groups)
-    checks.check_order(modifier, before)
-    checks.check_weights(model)
-    _check_methods(modifier, model, groups, later)
-    roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
+    recipe = _rehearse(complete_recipe(pruning, stages[0]), model)
+    groups = recipe.prepare_groups(model)
+    checks.refuse(recipe, model, groups, stages)
+    roundings = budgets.find_roundings(model, groups, stages[1], recipe.width_multiple)
     for group in groups:
         check_sliceable(model.get_submodule(group.layer_name), group)
         if (rounding := roundings[group.name]).step > group.num_units:
@@ -130,31 +113,56 @@ def prepare_run(
                 f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
                 f"width {group.num_columns}. Choose a smaller multiple or group size."
             )
-    mixture = budgets.find_mixture(modifier, model, groups, [*before, *later])
-    sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)
-    most = getattr(modifier.allocation, "max_sparsity", 1.0)
-    if budget.share > most:
-        raise ValueError(
-            f"max_sparsity: must be at least {budget.share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
-        )
-    batches = checks.read_batches(loader)
-    widest = max((*groups, *whole), key=lambda group: group.num_columns)
-    solves = modifier.importance.eliminates or modifier.weight_update.solves
-    needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
-    calibration = checks.check_calibration(model, batches, widest.name, needed)
-    early = None
-    if not sizes:  # whole experts alone
-        early = UnitAllocation({}, manifest.AllocationRecord(modifier.allocation.rule))
-    elif uniform:
-        early = allocate_uniformly(sizes, budget, lambda kind, n: kind != "attention" or can_hold_heads(model, n))
-    elif not modifier.allocation.measures:
-        early = modifier.allocation.decide(sizes, {}, budget)
-    elif hasattr(modifier.allocation, "samples"):
-        allocate_uniformly(sizes, budget)  # raises if the multiples are too coarse for the budget
+    mixture = budgets.find_mixture(recipe, model, groups, [*stages[0], *stages[1]])
+    sizes, budget = budgets.find_budget(recipe, model, groups, roundings, mixture)
+    early = _allocate_early(recipe, model, sizes, budget)
     if early is not None:
         budgets.check_widths(groups, early.kept, roundings)
-    count = count_parameters(model)
-    return RunSetup(groups, whole, roundings, sizes, budget, mixture, batches, calibration, count, early, uniform)
+    return Setup(recipe, groups, _find_whole(recipe, model, groups), roundings, sizes, budget, mixture, early)
+
+
+def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, stages: checks.Stages) -> RunSetup:
+    """Set a run up, and check its weights and calibration data, too.
+
+    :param stages: as of :func:`set_up`
+    """
+    setup = set_up(pruning, model, stages)
+    checks.check_weights(model)
+    batches = checks.read_batches(loader)
+    widest = max((*setup.groups, *setup.whole), key=lambda group: group.num_columns)
+    solves = setup.recipe.importance.eliminates or setup.recipe.weight_update.solves
+    needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
+    calibration = checks.check_calibration(model, batches, widest.name, needed)
+    return RunSetup(**vars(setup), batches=batches, calibration=calibration, num_parameters=count_parameters(model))
+
+
+def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
+    """Return the recipe without experts whose removal fails in the rehearsal, as the log says."""
+    units = recipe.attention_unit, recipe.prune_ffn
+    if recipe.experts is None or recipe.experts.drops:
+        rehearse(model, *units, prune_experts=recipe.experts is not None)
+    elif not rehearse_with_experts(model, *units):
+        return recipe.model_copy(update={"experts": None})
+    return recipe
+
+
+def _allocate_early(
+    recipe: PruningFields, model: PreTrainedModel, sizes: Sequence[GroupSize], budget: Budget
+) -> UnitAllocation | None:
+    """Return the allocation if it needs no calibration data; else None.
+
+    :raises ValueError: the multiples of the widths are too coarse for the budget
+    """
+    rule = recipe.allocation
+    if not sizes:  # whole experts alone
+        return UnitAllocation({}, manifest.AllocationRecord(rule.rule))
+    if recipe.output == "uniform":
+        return allocate_uniformly(sizes, budget, lambda kind, n: kind != "attention" or can_hold_heads(model, n))
+    if not rule.measures:
+        return rule.decide(sizes, {}, budget)
+    if hasattr(rule, "samples"):
+        allocate_uniformly(sizes, budget)
+    return None
 
 
 def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -176,24 +184,3 @@ def _set_num_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Non
     left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
     if left != before and len({*left.values()}) == 1:
         setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))
-
-
-def _check_methods(
-    modifier: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
-) -> None:
-    """Raise if a method is not defined for the model, the chosen modules, or another field."""
-    importance, update = modifier.importance, modifier.weight_update
-    asked = f"importance: {importance.method}", f"weight_update: {update.method}"
-    checks.check_heads(later, modifier.attention_unit == "head", modifier.attention_unit == "value_channels")
-    importance.check(model, modifier.attention_unit, modifier.prune_ffn)
-    if modifier.experts is not None and not importance.takes_experts and find_structure(model).has_experts:
-        raise ValueError(
-            f"`{asked[0]}` is not defined for the experts of a mixture. Set `experts: none`, or another importance."
-        )
-    update.check(model, modifier.attention_unit, modifier.prune_ffn)
-    modifier.allocation.check(importance.method)
-    for name, is_on_device in zip(asked, (not importance.takes_offload, update.refines), strict=True):
-        if modifier.offload and is_on_device:
-            raise ValueError(f"offload: must be false with `{name}`, which runs on the device. Remove one of the two.")
-    if update.refines and not any(map(update.can_refine, groups)):
-        raise ValueError(f"`{asked[1]}` has no effect on the chosen modules. Remove it, or prune other modules.")

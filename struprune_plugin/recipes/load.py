@@ -89,6 +89,8 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
         group = modifier.group or "default"
         fields = {name for name in type(modifier).model_fields.keys() - Modifier.model_fields if not name.endswith("_")}
         is_ours = type(modifier).__name__ in MODIFIERS  # `sensitivity: null` is not its default
+        if is_ours:  # what a stage leaves out may come from another
+            fields &= modifier.model_fields_set
         told = modifier.model_dump(mode="json", include=fields, exclude_none=not is_ours, fallback=str)
         places = (group, *(f"{group}_{number}" for number in range(1, len(stages) + 1)))
         place = next(name for name in places if f"{name}_stage" not in stages)

@@ -15,9 +15,11 @@ from struprune_plugin.allocation.rules import allocate_uniformly
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
-from struprune_plugin.modifiers import SparsityAllocatorModifier, StruPruneModifier, budgets
-from struprune_plugin.modifiers.checks import check_later, check_order
+from struprune_plugin.modifiers import StruPruneModifier, budgets
+from struprune_plugin.modifiers.allocator import check_allocator
+from struprune_plugin.modifiers.checks import check_pruned
 from struprune_plugin.modifiers.needs import Needs, Workload, count_needs
+from struprune_plugin.modifiers.setup import set_up
 from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
@@ -59,22 +61,15 @@ def plan_run(
     """
     config = check_checkpoint(path, trust_remote_code)
     model = build_shapes(path, config, dtype)
-    modifier = next((each for each in modifiers if isinstance(each, StruPruneModifier)), None)
-    for place, stage in enumerate(modifiers):
-        if isinstance(stage, SparsityAllocatorModifier):
-            stage.hand_over(stage.find_pruning(modifiers[:place], modifiers[place + 1 :]))
-    if modifier is None or (modifier.sparsity is None and modifier.budget is None):
-        raise ValueError(
-            "recipe: must have a StruPruneModifier with a sparsity or a budget. Add it, or pass --sparsity."
-        )
-    place = modifiers.index(modifier)
-    check_order(modifier, modifiers[:place])
-    later, groups = modifiers[place + 1 :], modifier.prepare_groups(model)
-    check_later(later, model)
-    roundings = budgets.find_roundings(model, groups, later, modifier.width_multiple)
-    mixture = budgets.find_mixture(modifier, model, groups)
-    sizes, budget = budgets.find_budget(modifier, model, groups, roundings, mixture)
-    kept = dict(allocate_uniformly(sizes, budget).kept) if sizes else {}
+    check_pruned(modifiers, config)
+    check_allocator(modifiers)
+    place = next((place for place, each in enumerate(modifiers) if isinstance(each, StruPruneModifier)), None)
+    if place is None:
+        raise ValueError("recipe: must have a StruPruneModifier, whose run is planned, got none. Add it.")
+    pruning: StruPruneModifier = modifiers[place]
+    setup = set_up(pruning, model, (modifiers[:place], modifiers[place + 1 :]))
+    groups, budget, mixture = setup.groups, setup.budget, setup.mixture
+    kept = (setup.early or allocate_uniformly(setup.sizes, budget)).kept
     removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
     experts = ""
     if mixture is not None and budget.num_experts is not None:
@@ -87,9 +82,9 @@ def plan_run(
         parameters=(parameters, parameters - removed),
         bytes=(held, left),
         experts=experts,
-        rounding=budgets.describe_roundings(groups, roundings),
-        limit=budgets.describe_limit(modifier, left),
-        needs=count_needs(model, modifier, work),
+        rounding=budgets.describe_roundings(groups, setup.roundings),
+        limit=budgets.describe_limit(setup.recipe, left),
+        needs=count_needs(model, setup, work),
         layers=_list_units(model),
     )
 

@@ -11,6 +11,7 @@ from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.linalg.rounding import expand_counts, round_kept_counts
+from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.storage.manifest import AllocationRecord
@@ -198,13 +199,15 @@ def test_fields_that_contradict_the_allocator_stage_are_refused(opt, stage, fiel
         run_oneshot(str(opt), recipe=stages, num_calibration_samples=8)
 
 
-def test_the_allocator_stage_gives_the_other_fields_that_the_pruning_stage_leaves_out(opt):
+def test_the_allocator_stage_gives_the_other_fields_that_the_pruning_stage_leaves_out():
     stages = [
         SparsityAllocatorModifier(sparsity=0.3, importance="wanda", rotate_values=False),
         StruPruneModifier(rotate_values=True),
     ]
-    run_oneshot(str(opt), recipe=stages, num_calibration_samples=8)
-    assert (stages[1].importance.method, stages[1].rotate_values) == ("wanda", True)
+    before = stages[1].model_dump()
+    complete = complete_recipe(stages[1], stages[:1])
+    assert (complete.importance.method, complete.rotate_values, complete.sparsity) == ("wanda", True, 0.3)
+    assert stages[1].model_dump() == before, "the user's recipe stays as it is"
 
 
 def test_admm_after_a_least_squares_allocator_is_no_contradiction_and_the_manifest_names_the_stage(opt, tmp_path):

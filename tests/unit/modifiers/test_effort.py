@@ -5,6 +5,7 @@ from helpers.models import save_opt
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.cli.options import choose_windows
 from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.recipes.load import load_recipe
 
 
@@ -42,6 +43,22 @@ def test_stages_of_one_recipe_share_an_effort():
     )
     assert allocator.effort == pruning.effort == "fast"
     assert not {"allocation", "sensitivity"} & pruning.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("allocator", "pruning", "wanted"),
+    [
+        ({"effort": "fast"}, {}, (8, 8, 0, False)),
+        ({}, {"effort": "fast"}, (8, 8, 0, False)),
+        ({"effort": "fast"}, {"effort": "best"}, (8, 8, 0, True)),
+        ({}, {"effort": "fast", "rotate_values": True}, (8, 8, 0, True)),
+        ({"rotate_values": True}, {"effort": "fast"}, (8, 8, 0, True)),
+    ],
+)
+def test_an_effort_holds_for_the_whole_recipe(allocator, pruning, wanted):
+    """The samples are those of the stage that decides on them, or else of the effort; values follow the pruning stage."""
+    stage = SparsityAllocatorModifier(sparsity=0.3, allocation="error_curve", **allocator)
+    assert read_effort(complete_recipe(StruPruneModifier(**pruning), [stage])) == wanted
 
 
 def test_text_where_no_amount_is_given_follows_from_effort_and_device(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_a_configuration_alone_is_planned(opt, tmp_path, capsys):
     [
         (["--sparsity", "0.99"], "Lower sparsity"),
         (["--recipe", "RECOVERY"], "must have a StruPruneModifier"),
-        (["--recipe", "BARE"], "with a sparsity or a budget"),
+        (["--recipe", "BARE"], "gives neither sparsity nor budget"),
         (["--recipe", "LATE"], "exactly one SparsityAllocatorModifier must come before the StruPruneModifier"),
         (["--recipe", "ZEROS"], "must come before quantisers, their smoothing and rotation, and sparsity modifiers"),
     ],

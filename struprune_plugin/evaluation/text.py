@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.runtime.distributed import count_ranks, split_range
-from struprune_plugin.storage.checkpoint import load_tokenizer
+from struprune_plugin.storage.checkpoint import load_tokenizer, read_config
 from struprune_plugin.storage.files import shorten_error, shorten_value
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -37,7 +38,7 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {  # short names that pruning papers u
 def read_texts(
     path: str | os.PathLike, text_column: str = "text", tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[str]:
-    """Read the texts of a JSON-lines file.
+    """Read the texts of a file of JSON lines, or of one JSON array of objects.
 
     :param tokenizer: tokenizer whose chat template makes texts of lines with ``messages``
     :raises ValueError: no such file, or a line that is not UTF-8, not a JSON object, or without a text in the column
@@ -45,26 +46,39 @@ def read_texts(
     if not Path(path).is_file():
         raise ValueError(f"{os.fspath(path)}: must be an existing JSON-lines file. Correct the path.")
     texts = []
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-                value = row[find_column(row, text_column)]
-                json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
-            except (ValueError, TypeError, RecursionError) as error:
-                told = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
-                raise ValueError(
-                    f"{where}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
-                    f'{shorten_value(line.strip())} ({told}). Write one {{"{text_column}": "…"}} per line, or name the column of '
-                    "the text (--text-column)."
-                ) from None
-            texts.append(make_text(value, tokenizer, where))
+    for where, line in _list_lines(path):
+        try:
+            row = json.loads(line)
+            value = row[find_column(row, text_column)]
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
+        except (ValueError, TypeError, RecursionError) as error:
+            told = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
+            raise ValueError(
+                f"{where}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
+                f'{shorten_value(line.strip())} ({told}). Write one {{"{text_column}": "…"}} per line, or name the column of '
+                "the text (--text-column)."
+            ) from None
+        texts.append(make_text(value, tokenizer, where))
     if not texts:
         raise ValueError(f"{path}: must hold at least one text, got an empty file. Choose another file.")
     return texts
+
+
+def _list_lines(path: str | os.PathLike) -> Iterator[tuple[str, str]]:
+    """Yield the place and the JSON of every row in a file of JSON lines, or of one JSON array of objects."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
+        text = file.read()
+    rows: Any = None
+    if text.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):  # else its first line is refused
+            rows = json.loads(text)
+    if rows and all(isinstance(row, dict) for row in rows):
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, item {number}", json.dumps(row, ensure_ascii=False)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
 
 
 def find_column(columns: Collection[str], text_column: str) -> str:
@@ -81,10 +95,12 @@ def find_column(columns: Collection[str], text_column: str) -> str:
     )
 
 
-def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str = "dataset") -> str:
+def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str = "dataset", at: str = "") -> str:
     """Return the text of a row: as it is or, of a conversation, by the tokenizer's chat template, without the special token that
     tokenising adds in front.
 
+    :param where: the data, for messages
+    :param at: column and row there
     :raises ValueError: it is neither; there is no template, or the messages do not fit it
     """
     if isinstance(value, str):
@@ -92,16 +108,16 @@ def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str 
     if not value or not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
         raise ValueError(
             f"{where}: every row must hold a text or a conversation, a list of messages with role and content, got "
-            f"{shorten_value(value)}. Leave such rows out, or name another column (--text-column, text_column=…)."
+            f"{shorten_value(value)}{at}. Leave such rows out, or name another column (--text-column, text_column=…)."
         )
     if tokenizer is None:
-        raise ValueError(f"{where}: must hold a text, got a conversation. Name the column of the text.")
+        raise ValueError(f"{where}: must hold a text, got a conversation{at}. Name the column of the text.")
     try:
         text = str(tokenizer.apply_chat_template(value, tokenize=False))
     except Exception as error:  # a template raises errors of many classes
         raise ValueError(
-            f"{where}: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}. Correct the messages, give "
-            "texts, or set tokenizer.chat_template."
+            f"{where}: `messages` must fit the tokenizer's chat template, got: {shorten_error(error)}{at}. Correct the messages, "
+            "give texts, or set tokenizer.chat_template."
         ) from None
     start = tokenizer.bos_token or ""
     return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
@@ -130,7 +146,7 @@ def stream_texts(
             "Correct the name, or give a local file."
         ) from None
     column = find_column(columns, text_column)
-    return (make_text(row[column], tokenizer) for row in rows)
+    return _make_texts((row[column] for row in rows), tokenizer, column)
 
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -140,6 +156,11 @@ def find_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], 
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
     return [], []
+
+
+def _make_texts(rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None, column: str) -> Iterator[str]:
+    """Yield the texts of a data set's column, as :func:`make_text`; a ValueError names the row, from 0 on."""
+    return (make_text(row, tokenizer, at=f" in row {n} of the column {column!r}") for n, row in enumerate(rows))
 
 
 def tokenize_texts(
@@ -245,11 +266,17 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
         than processes; with several processes, a data set name that llm-compressor resolves
     """
     source, samples = kwargs.get("dataset"), kwargs.get("num_calibration_samples") or 512
-    if not isinstance(source, (str, os.PathLike, Dataset, IterableDataset)) or is_from_host(source):
-        return _split_dataset(kwargs)
     if isinstance(source, IterableDataset):
-        source = Dataset.from_list(list(islice(source, samples)))
-    if isinstance(source, Dataset) and (kwargs.get("preprocessing_func") or "input_ids" in source.column_names):
+        source = Dataset.from_list(list(islice(source, samples))) or Dataset.from_dict({"text": []})
+    rows, makes_own = (source if isinstance(source, Dataset) else None), bool(kwargs.get("preprocessing_func"))
+    if rows is not None and rows.column_names and not len(rows):
+        told = "must have at least one row, got none. Pass other data, or correct what selects its rows."
+        raise ValueError(f"dataset: {told}")
+    if (
+        source is None
+        or isinstance(source, DataLoader)
+        or (rows and "input_ids" in rows.column_names and not makes_own)
+    ):
         return _split_dataset(kwargs | {"dataset": source})
     trusts, column = kwargs.get("trust_remote_code_model", False), kwargs.get("text_column") or "text"
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
@@ -257,43 +284,47 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
         tokenizer = load_tokenizer(where, trust_remote_code=trusts)
-    length = kwargs.get("max_seq_length") or min(tokenizer.model_max_length, 2048)
-    if (
-        isinstance(source, Dataset)
-        and kwargs.get("concatenate_data")
-        and window_bos
-        and find_special_tokens(tokenizer)[0]
-    ):
-        dataset = _cut_rows(source, tokenizer, samples, length, column)
+    length = kwargs.get("max_seq_length") or _choose_length(model, tokenizer, kwargs)
+    if tokenizer.model_max_length > 10**9:  # a tokenizer that knows none, which llm-compressor would pad rows to
+        kwargs = kwargs | {"max_seq_length": length}
+    if is_from_host(source) or (rows and makes_own):
+        return _split_dataset(kwargs | {"dataset": source})
+    if rows and kwargs.get("concatenate_data") and window_bos and find_special_tokens(tokenizer)[0]:
+        dataset = _cut_rows(rows, tokenizer, samples, length, column)
         kwargs = kwargs | {"concatenate_data": False}
-    elif isinstance(source, Dataset):
-        dataset = _tokenize_chats(source, tokenizer, samples, length, column)
+    elif rows is not None:
+        dataset = _tokenize_chats(rows, tokenizer, length, column)
     else:
         dataset = make_calibration_dataset(source, tokenizer, samples, length, column, window_bos)
     return _split_dataset(kwargs | {"dataset": dataset})
 
 
-def _tokenize_chats(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
-) -> Dataset:
+def _choose_length(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> int:
+    """Return the tokens of a sequence where none are given: 2,048, or what the tokenizer or the model's positions hold."""
+    options = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
+    config = read_config(model, *options) if isinstance(model, str) else model.config
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(tokenizer.model_max_length, 2048, positions or 2048)
+
+
+def _tokenize_chats(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, text_column: str) -> Dataset:
     """Return the column of a data set's texts, which llm-compressor tokenises, or the token ids of its conversations."""
     found = find_column(dataset.column_names, text_column)
-    if all(isinstance(value, str) for value in dataset.select(range(min(samples, len(dataset))))[found]):
-        return dataset.select_columns(found)  # llm-compressor prefers one of the name text
-
-    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        ids = tokenizer(make_text(row[found], tokenizer))["input_ids"][:length]
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-
-    return dataset.map(tokenize, remove_columns=dataset.column_names, load_from_cache_file=False)
+    rows = [*dataset[found]]
+    texts = [*_make_texts(rows, tokenizer, found)]
+    if all(isinstance(row, str) for row in rows):
+        alone = dataset.select_columns(found)  # llm-compressor prefers one of the name text
+        return alone if found in ("text", text_column) else alone.rename_column(found, "text")
+    ids = [tokenizer(text)["input_ids"][:length] for text in texts]
+    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
 def _cut_rows(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
 ) -> Dataset:
     """Return up to so many windows of a data set's texts or conversations, as a file's; llm-compressor's have no beginning."""
-    rows = dataset[find_column(dataset.column_names, text_column)]
-    tokens = tokenize_texts(tokenizer, (make_text(row, tokenizer) for row in rows), samples * length, length)
+    found = find_column(dataset.column_names, text_column)
+    tokens = tokenize_texts(tokenizer, _make_texts(dataset[found], tokenizer, found), samples * length, length)
     if len(tokens) < length:
         raise ValueError(
             f"dataset: must hold a window of {length} tokens, got {len(tokens)}. Lower max_seq_length, or give more text."

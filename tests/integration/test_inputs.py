@@ -323,6 +323,17 @@ BROKEN = {
     "one pass": (lambda: make_loader_of_one_pass(), "a loader must give its batches in every pass"),
     "no text": (lambda: Dataset.from_dict({"text": [None, "words"] * 4}), "every row must hold a text .*, got None"),
     "numbers": (lambda: Dataset.from_dict({"text": [1, 2]}), "every row must hold a text .*, got 1"),
+    "a row": (
+        lambda: Dataset.from_dict({"text": [*["words"] * 600, None]}),
+        ".*got None in row 600 of the column 'text'",
+    ),
+    "a chat": (
+        lambda: Dataset.from_dict({"messages": [None, "words"]}),
+        ".*got None in row 0 of the column 'messages'",
+    ),
+    "no rows": (lambda: Dataset.from_dict({"text": []}), "must have at least one row, got none"),
+    "no ids": (lambda: make_dataset().filter(lambda row: False), "must have at least one row, got none"),
+    "no stream": (lambda: make_dataset().to_iterable_dataset().skip(8), "must have at least one row, got none"),
 }
 
 
@@ -347,6 +358,38 @@ def test_a_loader_that_shuffles_is_recorded_in_the_order_that_was_used(llama, tm
     loader = DataLoader(make_dataset().with_format("torch"), batch_size=4, shuffle=True)
     run(llama, dataset=loader, output_dir=str(tmp_path / "out"))
     assert read_manifest(tmp_path / "out").calibration.sha256 == digest_tokens(batch["input_ids"] for batch in used[0])
+
+
+@pytest.mark.parametrize("column", ["messages", "text", "other"])
+def test_a_column_of_texts_is_read_whatever_its_name(column, llama):
+    words = [" ".join(str(i * j % 97) for j in range(40)) for i in range(8)]
+    wanted = run(llama, dataset=Dataset.from_dict({"text": words}), max_seq_length=32)
+    more = {"text_column": column} if column == "other" else {}
+    found = run(llama, dataset=Dataset.from_dict({column: words, "number": [*range(8)]}), max_seq_length=32, **more)
+    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["texts", "chats", "file", "made"])
+@pytest.mark.parametrize("most", [10**30, 10**20])
+def test_a_tokenizer_that_knows_no_length_gives_sequences_of_the_model_s_positions(form, most, llama):
+    text = " ".join(str(i) for i in range(400))
+    tokenizer = make_tokenizer(llama)
+    tokenizer.model_max_length = most
+    data = {
+        "texts": Dataset.from_dict({"text": [text] * 8}),
+        "chats": Dataset.from_dict({"messages": [[{"role": "user", "content": text}]] * 8}),
+        "file": str(DEMO_CALIBRATION),
+        "made": Dataset.from_dict({"content": [text] * 8}),
+    }[form]
+    more = {"preprocessing_func": lambda row: {"text": row["content"]}} if form == "made" else {}
+    kwargs = prepare_dataset(
+        str(llama), {"dataset": data, "tokenizer": tokenizer, "num_calibration_samples": 8, **more}
+    )
+    if form in ("texts", "made"):
+        assert kwargs["max_seq_length"] == 64
+    else:
+        assert {len(row) for row in kwargs["dataset"]["input_ids"]} == {64}
+    run(llama, dataset=data, tokenizer=tokenizer, **more)
 
 
 CHATS = {"other names": [{"from": "human", "value": "words"}], "no messages": [], "texts": ["words"]}

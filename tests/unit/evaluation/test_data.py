@@ -90,3 +90,17 @@ def test_demo_ships_what_the_readme_says():
     for pair in pairs:
         assert sorted(pair["sentence_good"].split()) == sorted(pair["sentence_bad"].split())
         assert pair["sentence_good"] != pair["sentence_bad"]
+
+
+def test_read_texts_takes_a_json_array_of_objects(tmp_path):
+    file, rows = tmp_path / "text.json", [{"text": "one\ntwo"}, {"text": "drei, ä"}]
+    for indent, ascii_only in ((None, True), (2, False)):
+        file.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8-sig")
+        assert read_texts(file) == ["one\ntwo", "drei, ä"]
+    for content, told in (
+        ('[{"text": "a"}, {"text": null}]', "item 2: every row must"),
+        ('[{"text": "a"}', "line 1: "),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=told):
+            read_texts(file)

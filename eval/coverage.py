@@ -44,11 +44,11 @@ from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import pack_experts, take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
 from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight, set_weight
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.manifest import Manifest
 

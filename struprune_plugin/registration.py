@@ -20,7 +20,7 @@ logger.disable(LOUD)
 
 from llmcompressor.modifiers.factory import ModifierFactory
 
-from struprune_plugin import paper  # noqa: F401  (registers the paper's methods)
+from struprune_plugin import paper, units  # noqa: F401  (registers the paper's methods, and the kinds of units)
 from struprune_plugin.entrypoint import oneshot as oneshot
 from struprune_plugin.export.classes import register_auto_classes
 from struprune_plugin.modifiers import MODIFIERS

@@ -18,10 +18,10 @@ from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 _NOTE = "value channels ragged over heads, kept as zeros: a deployment needs a mask"
 

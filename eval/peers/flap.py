@@ -24,10 +24,10 @@ from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, slice_group
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def search_structure(
     :return: sorted kept units of every group, int64
     :raises ValueError: so much cannot go
     """
-    sizes = [GroupSize(g.name, g.module_kind, g.num_units, g.unit_cost, 1) for g in groups]
+    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     find_group_sparsity(sizes, num_prunable, sparsity)  # raises
     owner = torch.cat([torch.full((len(score),), index) for index, score in enumerate(scores)])
     unit = torch.cat([torch.arange(len(score)) for score in scores])

@@ -19,10 +19,10 @@ from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, slice_group, sum_rows
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 NUM_SAMPLES, LENGTH = 10, 128  # calibration sequences and their tokens, the paper's
 _FIRST, _LAST, _OF = 4, 2, 32  # decoder layers that its recipe for LLaMA-7B leaves alone: 0 to 3, 30 and 31
@@ -50,7 +50,7 @@ def prune_llm_pruner(
     layers = dict(find_decoder_layers(model))
     groups = [group for group in find_groups(model, "head") if first <= group.layer_index < len(layers) - last]
     dense = count_prunable_parameters(model)
-    sizes = [GroupSize(g.name, g.module_kind, g.num_units, g.unit_cost, 1) for g in groups]
+    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     share = find_group_sparsity(sizes, dense, sparsity)
     kept = round_kept_counts(sizes, [share] * len(sizes))
     _accumulate_gradients(model, groups, windows[:num_samples, :length])

@@ -28,10 +28,10 @@ from struprune_plugin.linalg.elimination import eliminate_units, keep_last, unit
 from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_weight, slice_group
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 DAMPING = 0.01  # lambda_2 of the authors' program, relative to the mean diagonal of H
 TOLERANCE = 1e-9  # a swap must lower the error by more than this share of it: what is less may be rounding
@@ -82,7 +82,7 @@ def plan_counts(groups: list[UnitGroup], num_prunable: int, sparsity: float) -> 
     :param num_prunable: parameters of all linears of the decoder layers
     :raises ValueError: so much cannot go
     """
-    sizes = [GroupSize(g.name, g.module_kind, g.num_units, g.unit_cost, 1) for g in groups]
+    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     kept = {s.name: max(round(s.num_units * (1 - sparsity)), 1) for s in sizes if s.kind == "attention"}
     removed = sum((s.num_units - kept[s.name]) * s.unit_cost for s in sizes if s.kind == "attention")
     ffn = [size for size in sizes if size.kind == "ffn"]

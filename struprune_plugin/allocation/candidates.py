@@ -37,7 +37,7 @@ from struprune_plugin.linalg.second_moments import move_moments, stack, stack_mo
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import MARGIN, argmin_with_ties
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.selection import list_together, split_alike
 from struprune_plugin.runtime.device_context import DeviceContext

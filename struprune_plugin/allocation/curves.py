@@ -18,7 +18,7 @@ from struprune_plugin.layerwise.passes import calibrating, stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, sum_increases
 from struprune_plugin.linalg.second_moments import count_sums, move_moments
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.pruning.selection import list_together, rank_units

@@ -20,10 +20,10 @@ from struprune_plugin.linalg.rounding import (
     measure_uniform_slack,
     round_uniform_counts,
 )
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.settings.registry import Config, Registry
 from struprune_plugin.storage.manifest import AllocationRecord
-from struprune_plugin.storage.registry import Config, Registry
 
 Sizes = Sequence[GroupSize]
 

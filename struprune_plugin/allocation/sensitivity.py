@@ -24,7 +24,7 @@ from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
 from struprune_plugin.linalg.solve import sqrt_psd
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers, freeze_weights, read_hidden_size
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
@@ -206,7 +206,7 @@ def _run_backward(
         scales[name] = measure_rms(list_parts(output)[0].detach().flatten(0, -2))
 
     norms = {group.output_name: group.join.norm for group in groups if group.join.norm}
-    watched = {group.output_name: group.experts or group.consumer for group in groups}
+    watched = {group.output_name: group.mixture or group.consumer for group in groups}
     sums |= {name: context.to_solver(sums[name]) for name in watched if name in sums}
     with ExitStack() as stack:
         for name, module in watched.items():

@@ -14,7 +14,7 @@ from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.structure.routing import Routing
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage.manifest import ExpertsRecord
@@ -96,13 +96,13 @@ def score_experts(
     firsts, scores = [groups[0] for groups in mixture.lists.values()], dict[str, list[float]]()
     for step in stream_layers(model, batches, context, "experts"):
         own = select_groups(firsts, step.name)
-        lists: list[Any] = [step.layer.get_submodule(group.experts) for group in own]
+        lists: list[Any] = [step.layer.get_submodule(group.mixture) for group in own]
         sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]  # of norms, of tokens
         with record(step.layer, own) as seen:
             for flow in step.flows:
                 call = flow.advance(step.index, step.layer, context)
                 for group, members, total in zip(own, lists, sums, strict=True):
-                    _add_norms(total, members, seen.arguments[group.experts], call.tokens)
+                    _add_norms(total, members, seen.arguments[group.mixture], call.tokens)
         scores |= {group.output_name: (s[0] / s[1].clamp(min=1)).tolist() for group, s in zip(own, sums, strict=True)}
     return scores
 

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.runtime.distributed import count_ranks, split_range
+from struprune_plugin.settings.registry import shorten_value
 from struprune_plugin.storage.checkpoint import load_tokenizer, read_config
-from struprune_plugin.storage.files import shorten_error, shorten_value
+from struprune_plugin.storage.files import shorten_error
 
 DEMO = Path(__file__).parents[1] / "demo"
 DEMO_MODEL, DEMO_CALIBRATION, DEMO_TEST = DEMO / "model", DEMO / "calibration.jsonl", DEMO / "test.jsonl"

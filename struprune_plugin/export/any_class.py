@@ -17,8 +17,15 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import find_layouts, pads_heads, read_padding
-from struprune_plugin.model.structure.locate import PADDING, find_stock, make_dense_config, read_counts, scale_counts
+from struprune_plugin.model.layers import find_layouts, pads_heads
+from struprune_plugin.model.structure.locate import (
+    PADDING,
+    find_stock,
+    make_dense_config,
+    read_counts,
+    read_padding,
+    scale_counts,
+)
 from struprune_plugin.model.surgery import read_weight, set_weight
 
 Shapes = dict[str, tuple[int, ...]]

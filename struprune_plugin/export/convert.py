@@ -28,12 +28,10 @@ from struprune_plugin.model.layers import (
     measure_layer,
     pads_heads,
     read_head_widths,
-    read_padding,
 )
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
-from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.model.units.kinds import HEAD, VALUE, describe_padding
+from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config, read_padding
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
 
@@ -62,19 +60,16 @@ def check_attention_unit(model: PreTrainedModel, attention_unit: str) -> None:
 
 
 def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
-    """Let the modules around linears that will lose value channels, or heads that the class counts, handle the dense width.
-
-    FFNs, and heads of classes that count none, need no padding.
-    """
+    """Let the modules around linears that will lose units handle the dense width, where their code needs it."""
     layouts = find_layouts(model)
     for group in groups:
         layer, layout = layouts[group.layer_index]
-        counts_heads = layout.attention is not None and not layout.attention.takes_fewer_heads
-        if (group.unit is VALUE or (group.unit is HEAD and counts_heads)) and not read_padding(layer, group.consumer):
-            for name, padding in describe_padding(group).items():
-                owner, own = modeling.find_owner(layer, name)
-                with any_class.keep_offload(owner):
-                    modeling.adopt_padding(owner, own, padding)
+        if read_padding(layer, group.consumer):
+            continue
+        for name, padding in group.unit.describe_padding(group, layout).items():
+            owner, own = modeling.find_owner(layer, name)
+            with any_class.keep_offload(owner):
+                modeling.adopt_padding(owner, own, padding)
 
 
 def adopt_config(model: PreTrainedModel) -> None:

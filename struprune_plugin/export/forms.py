@@ -14,11 +14,11 @@ from struprune_plugin.export.any_class import grow_padded, release_heads, replac
 from struprune_plugin.export.convert import adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_whole, read_config
 
@@ -85,7 +85,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
     if whole:
         groups, widths = _list_ffns(model), dict[int, int]()
         for group, wide in zip(groups, whole, strict=True):
-            width = min(-(-group.num_units // _ALIGNED) * _ALIGNED, wide) if group.experts else group.num_units
+            width = min(-(-group.num_units // _ALIGNED) * _ALIGNED, wide) if group.mixture else group.num_units
             widths[wide] = max(widths.get(wide, 0), width)
         _pad(model, groups, [widths[wide] for wide in whole])
     try:

@@ -22,12 +22,12 @@ from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import AttentionUnit, find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
-from struprune_plugin.model.units import AttentionUnit, find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
 

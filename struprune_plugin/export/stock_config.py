@@ -19,10 +19,10 @@ from struprune_plugin.export.any_class import (
     replace_conv1d,
 )
 from struprune_plugin.model.experts import list_packed_shapes
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
 
@@ -58,11 +58,11 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
     """
     alike: dict[tuple[str, int], list[UnitGroup]] = {}
     for group in groups:
-        if group.unit.is_ffn:
-            alike.setdefault((group.experts or group.consumer, group.num_units), []).append(group)
+        if not group.unit.is_mixer:
+            alike.setdefault((group.mixture or group.consumer, group.num_units), []).append(group)
     fixed = {group.name: problem for m in alike.values() if (problem := _find_obstacle(model, m)) for group in m}
     beside = [group for group in groups if group.name in fixed]
-    if any(group.experts for group in beside) and not _find_obstacle(model, beside):
+    if any(group.mixture for group in beside) and not _find_obstacle(model, beside):
         groups = [replace(group, tie="experts") if group.name in fixed else group for group in groups]
         fixed = {}
     left = [group for group in groups if group.name not in fixed]
@@ -176,9 +176,9 @@ def find_stock_config(
 
 def _list_narrower(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Shapes:
     """Return a model's stock shapes with half the channels in the FFNs of ``groups``."""
-    experts = {f"{group.layer_name}.{group.experts}" for group in groups if group.experts}
+    experts = {f"{group.layer_name}.{group.mixture}" for group in groups if group.mixture}
     shapes = list_stock_shapes(model) | list_packed_shapes(model, experts)
-    for group in (group for group in groups if not group.experts):
+    for group in (group for group in groups if not group.mixture):
         for name in (*group.producers, group.consumer):
             full, reads = f"{group.layer_name}.{name}", name == group.consumer
             shape = [*shapes[f"{full}.weight"]]

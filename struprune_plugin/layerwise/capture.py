@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, list_parts, list_tensors, map_tensors, split_call
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
 _EPS = 1e-6  # of most norms
@@ -91,7 +91,7 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
     stop = stop and len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
     stop = stop and groups[0].join.norm in ("", groups[0].consumer)
     inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
-    inputs |= {group.experts for group in groups if group.experts}
+    inputs |= {group.mixture for group in groups if group.mixture}
     outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block, g.join.norm) if name}
 
     def forget(_layer: nn.Module, _args: tuple) -> None:

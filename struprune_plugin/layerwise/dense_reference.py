@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Seen, Stream, record
 from struprune_plugin.layerwise.expert_streams import Repair
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
 
@@ -62,7 +62,7 @@ class DenseReference:
         """
         if not self.target.is_dense:
             return
-        plain, before = [group for group in groups if not group.experts], self._states.get(index)
+        plain, before = [group for group in groups if not group.mixture], self._states.get(index)
         mixture = next((group for group in groups if self._repairs(group)), None)
         with record(layer, plain if mixture is None else [*plain, mixture]) as seen:
             self._states[index] = call.run(layer, self._context, before).map(self._context.park)

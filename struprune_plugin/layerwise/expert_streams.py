@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Seen, Visit
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def visit_experts(
     :param groups: groups of one list of experts
     :param repair: error that the experts have to repair, or None
     """
-    experts: Any = layer.get_submodule(groups[0].experts)
+    experts: Any = layer.get_submodule(groups[0].mixture)
     scales = seen.read_factors(groups[0])  # of the norm behind the sum
-    args = seen.arguments[groups[0].experts]  # without a router's choice for Llama 4
+    args = seen.arguments[groups[0].mixture]  # without a router's choice for Llama 4
     routed = _read_routing(experts.num_experts, args[1], args[2], call, repair) if len(args) > 2 else None
     for group in groups:
         stream = seen.read(group)
@@ -60,7 +60,7 @@ def visit_experts(
             counts = torch.bincount(rows // length, minlength=batch).tolist()
             target, factors = stream.output[rows].float(), torch.ones_like(rows).float()
         else:
-            rows, tokens, factors, counts, shares = routed[group.expert_index]
+            rows, tokens, factors, counts, shares = routed[group.entry]
             target = stream.output[rows].float()
             if repair is not None:
                 target = target + shares[:, None] * repair.error[tokens]

@@ -20,7 +20,7 @@ from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import run_experts_fast
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import hold_one_layer
 

@@ -24,7 +24,7 @@ from struprune_plugin.linalg.second_moments import (
 )
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import gather, sum_over_ranks
 
@@ -93,7 +93,7 @@ class GroupSums:
         for part in (part for own in together for sums in own._sums for part in sums.list_parts()):
             sum_over_ranks(part)
         ranks = gather([own._num_rows for own in together])
-        rows = [sum(own) if group.experts else None for own in zip(*ranks, strict=True)]
+        rows = [sum(own) if group.mixture else None for own in zip(*ranks, strict=True)]
         with context.solving():
             alike = zip(*(own._sums for own in together), strict=True)
             parts = [MomentSums.assemble(sums, context.to_solver) for sums in alike]
@@ -153,7 +153,7 @@ class LayerStatistics:
 
     def _list_visited(self, group: UnitGroup) -> list[UnitGroup]:
         """Return the groups whose moments are gathered together with a group's: for an expert, those of all experts of its list."""
-        return [other for other in self._groups if other.experts == group.experts] if group.experts else [group]
+        return [other for other in self._groups if other.mixture == group.mixture] if group.mixture else [group]
 
     def _gather(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int) -> States | None:
         """Add groups to the moments, from one batch; return output states as :meth:`visit` does."""
@@ -173,9 +173,9 @@ class LayerStatistics:
         :return: output states, None where the run was stopped; every group's visit
         """
         output, call = None, self.calls[index]
-        # what attention returns before the last group, an FFN, is what it returns once that is pruned
-        is_last = self._changes and groups[-1] is self._groups[-1] and not groups[-1].attention
-        same = {group.attention for group in self._groups if group.attention} if is_last else ()
+        # what the other groups' modules return before the last one is pruned is what they return afterwards
+        is_last = self._changes and groups[-1] is self._groups[-1]
+        same = {group.module for group in self._groups} - {"", groups[-1].module} if is_last else ()
         keeping = keep_outputs(layer, same, call, self.context)
         with keeping, record(layer, groups, stop=self._changes) as seen, suppress(Stopped):
             output = call.run(layer, self.context)
@@ -184,9 +184,9 @@ class LayerStatistics:
     def _list_visits(
         self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Seen, index: int
     ) -> Iterator[tuple[UnitGroup, Visit]]:
-        call, experts = self.calls[index], [group for group in groups if group.experts]
+        call, experts = self.calls[index], [group for group in groups if group.mixture]
         for group in groups:
-            if group.experts:
+            if group.mixture:
                 continue
             stream, repair = seen.read(group), self.dense.find_repair(group, seen, index)
             if repair is None:
@@ -200,7 +200,7 @@ class LayerStatistics:
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
         for group in self._groups:
-            if group.experts:
+            if group.mixture:
                 self._sums.pop(group.name, None)
         self.dense.repair_all(self._groups)
         self._groups = groups

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import PADDING, locate_layers
+from struprune_plugin.model.structure.locate import locate_layers, read_padding
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _ENTRY = 75  # bytes of a tensor in a file's header, beside its name
@@ -124,15 +124,6 @@ def pads_heads(attention: AttentionLayout, layer: nn.Module) -> bool:
     form = read_padding(layer, attention.output).get("narrow")
     width = getattr(layer.get_submodule(attention.module), attention.width_name)
     return form is not None and form["segments"][0][2] != width
-
-
-def read_padding(layer: nn.Module, name: str) -> dict[str, Any]:
-    """Return how the module around a linear pads it: ``pad`` for its rows, ``narrow`` for its columns; empty where it does not.
-
-    The forms are those of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`; they are not copies.
-    """
-    owner, _, own = name.rpartition(".")
-    return vars(layer.get_submodule(owner)).get(PADDING, {}).get(own, {})
 
 
 def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
-from struprune_plugin.model.layers import find_linear, read_padding
-from struprune_plugin.model.structure.locate import read_counts
-from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.model.units.kinds import update_counts
+from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.structure.locate import read_counts, read_padding
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.residence import release_weights
 
 
@@ -44,7 +43,7 @@ def slice_group(
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
     set_consumer(layer, group, weight)
-    update_counts(layer, group, len(keep))
+    group.unit.resize_module(layer, group, len(keep))
 
 
 def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
@@ -59,7 +58,7 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         grown = old.new_zeros(len(group.find_row_owners(name)), old.shape[1])
         set_weight(producer, grown.index_copy(0, kept, old))
     mask_group(layer, group, keep, read_consumer(layer, group))
-    update_counts(layer, group.resize(len(keep)), group.num_units)
+    group.unit.resize_module(layer, group.resize(len(keep)), group.num_units)
 
 
 def rotate_group(layer: nn.Module, group: UnitGroup, basis: Tensor) -> None:
@@ -141,8 +140,8 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """Host copy of what pruning changes in a decoder layer: (weight, bias) of linears, numbers of heads of attention modules, and
-    the padding of linears, see :func:`~struprune_plugin.model.layers.read_padding`, each by name."""
+    """Host copy of what pruning changes in a decoder layer: (weight, bias) of linears, what modules count by
+    themselves, and the padding of linears, see :func:`~struprune_plugin.model.structure.locate.read_padding`, each by name."""
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
     counts: dict[str, dict[str, int]]
@@ -155,8 +154,8 @@ def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
     def hold(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
 
-    names = dict.fromkeys(name for g in groups for name in (*g.producers, *g.query_key, g.consumer))
-    counts = {g.attention: read_counts(layer.get_submodule(g.attention)) for g in groups if g.attention}
+    names = dict.fromkeys(name for g in groups for name in (*g.producers, *g.extra_linears, g.consumer))
+    counts = {g.module: read_counts(layer.get_submodule(g.module)) for g in groups if g.module}
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
     return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names})
 

@@ -22,13 +22,11 @@ from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.experts import list_experts
 from struprune_plugin.model.layers import count_prunable_parameters, count_weight_bytes, find_decoder_layers
 from struprune_plugin.model.structure.routing import find_routing, list_counts
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
-_ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
-_FINE = 64  # steps of that size that an FFN's width must have for ``auto`` to round it
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -51,15 +49,9 @@ def find_roundings(
     """
     roundings = {}
     for group in groups:
+        asked = None if isinstance(width_multiple, str) else width_multiple
         # required multiple, width of one unit, reason for messages and the manifest
-        wanted = [(group.num_blocks, 1, "")]
-        aligned = math.gcd(_ALIGNED, group.num_units)
-        if group.experts:
-            wanted.append((aligned, 1, "grouped kernels: 16 bytes of bfloat16"))
-        if group.unit.is_ffn and width_multiple != "auto":
-            wanted.append((width_multiple, 1, f"width_multiple: {width_multiple}"))
-        elif group.unit.is_ffn and group.num_units >= _FINE * _ALIGNED:
-            wanted.append((aligned, 1, "width_multiple: auto"))
+        wanted = [(multiple, 1, why) for multiple, why in group.unit.list_steps(group, asked)]
         for modifier in later:
             for inputs, _, why in _list_demands(modifier, model, f"{group.layer_name}.{group.consumer}"):
                 wanted.append((inputs, group.columns_per_unit, why))
@@ -85,7 +77,7 @@ def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding
         steps = [(roundings[group.name].step, factor) for group, factor in members]
         step = math.lcm(*(step // math.gcd(step, factor) for step, factor in steps))
         names = tuple((group.name, factor) for group, factor in members)
-        sizes.append(GroupSize(first.name, first.module_kind, first.num_units, cost, step, names))
+        sizes.append(GroupSize(first.name, first.unit.pool, first.num_units, cost, step, names))
     return sizes
 
 
@@ -110,7 +102,7 @@ def describe_roundings(groups: Sequence[UnitGroup], roundings: Mapping[str, Roun
     names: dict[tuple[str, Rounding], dict[str, None]] = {}
     for group in groups:
         if roundings[group.name].because:
-            name = f"{group.output_name}.*.{group.consumer.rpartition('.')[2]}" if group.experts else group.name
+            name = f"{group.output_name}.*.{group.consumer.rpartition('.')[2]}" if group.mixture else group.name
             names.setdefault((group.kind, roundings[group.name]), {})[name] = None
     return [RoundingRecord(kind, part.width, [*part.because], [*modules]) for (kind, part), modules in names.items()]
 
@@ -160,7 +152,7 @@ def find_budget(
 
     :raises ValueError: a method does not support the budget; it cannot be met
     """
-    sizes = measure_groups([group for group in groups if mixture is None or not group.experts], roundings)
+    sizes = measure_groups([group for group in groups if mixture is None or not group.mixture], roundings)
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
     num_prunable = count_prunable_parameters(model, modifier.experts is not None)
     weighed = "none" if modifier.sensitivity is None else "fisher"
@@ -206,7 +198,7 @@ def find_mixture(
         return None
     lists: dict[str, list[UnitGroup]] = {}
     for group in groups:
-        if group.experts:
+        if group.mixture:
             lists.setdefault(group.output_name, []).append(group)
     there = sorted(members.num_experts for _, layer in find_decoder_layers(model) for _, members in list_experts(layer))
     if not lists or sorted(map(len, lists.values())) != there or there[0] != there[-1]:
@@ -219,6 +211,6 @@ def find_mixture(
     check_one_process("experts: whole", "Set `experts: channels`, or run one process.")
     firsts = [members[0] for members in lists.values()]
     counts, num_groups = list_counts(model.config.get_text_config(decoder=True), there[0])
-    experts = [model.get_submodule(f"{first.output_name}.{first.expert_index}") for first in firsts]
+    experts = [model.get_submodule(f"{first.output_name}.{first.entry}") for first in firsts]
     cost = sum(parameter.numel() for expert in experts for parameter in expert.parameters())
     return Mixture(find_routing(model), lists, list(counts), num_groups, cost)

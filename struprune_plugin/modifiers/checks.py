@@ -22,11 +22,12 @@ from struprune_plugin.export.stock_config import are_layers_alike, can_hold_head
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.runtime.distributed import gather
-from struprune_plugin.storage.files import shorten_error, shorten_value
+from struprune_plugin.settings.registry import shorten_value
+from struprune_plugin.storage.files import shorten_error
 from struprune_plugin.storage.manifest import CalibrationRecord
 
 Stages = tuple[Sequence[Modifier], Sequence[Modifier]]
@@ -108,7 +109,7 @@ def _list_obstacles(
     )
     has_choice = recipe.targets != ["re:.*"] or bool(recipe.ignore)
     yield has_choice, "must cover all decoder layers. Remove targets and ignore"
-    heads = max((group.num_units for group in groups if group.module_kind == "attention"), default=0)
+    heads = max((group.num_units for group in groups if group.unit.pool == "attention"), default=0)
     yield (
         recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)),
         f"needs all heads of {name}, got `attention_unit: head`. Set it to none",

@@ -15,14 +15,14 @@ from struprune_plugin.export.stock_config import are_layers_alike, select_config
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import AttentionUnit, find_groups
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.units import AttentionUnit, find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
-from struprune_plugin.storage.registry import Config, Patterns
+from struprune_plugin.settings.registry import Config, Patterns
 
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
@@ -229,6 +229,6 @@ class PruningFields(StructuredModifier):
         if self.output != "uniform" or not are_layers_alike(model):  # refused
             return groups
         keeps_width = self.experts is not None and self.experts.drops
-        cut = [group for group in groups if not (group.experts and keeps_width)]
+        cut = [group for group in groups if not (group.mixture and keeps_width)]
         chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
         return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]

@@ -24,9 +24,9 @@ from struprune_plugin.evaluation.text import check_dataset
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.structure.tiny import find_auto_class
+from struprune_plugin.settings.registry import shorten_value, suggest
 from struprune_plugin.storage.checkpoint import is_packed, load_whole
-from struprune_plugin.storage.files import check_place, shorten_error, shorten_value
-from struprune_plugin.storage.registry import suggest
+from struprune_plugin.storage.files import check_place, shorten_error
 
 _PRECISIONS = r"auto|None|full|half|(torch\.)?(float32|bfloat16|float16)"  # llm-compressor treats any other as auto
 # parameters of our oneshot alone

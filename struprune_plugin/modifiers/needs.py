@@ -23,7 +23,7 @@ from struprune_plugin.model.layers import (
     sum_outputs,
 )
 from struprune_plugin.model.structure.layout import LayerLayout
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import Setup
 from struprune_plugin.pruning.selection import list_together
@@ -99,7 +99,7 @@ def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
         "moments": 0,  # of all modules, if trials of plans use them
     }
     if getattr(modifier.allocation, "trial_samples", 0):
-        kept = [group for group in groups if not group.experts or (modifier.experts and not modifier.experts.drops)]
+        kept = [group for group in groups if not group.mixture or (modifier.experts and not modifier.experts.drops)]
         movable["moments"] = count_moment_bytes(kept, hidden)
     return Needs(device, count_parameters(model) * item, movable, modifier.offload)
 
@@ -129,7 +129,7 @@ def _count_device(
     for name in dict.fromkeys(group.layer_name for group in groups):
         layer = select_groups(groups, name)  # all modules for error curves, else one, or all its experts
         solve = max(solve, *(_count_solve(together, hidden) for together in list_together(layer)))
-        experts = count_moments([group for group in layer if group.experts])
+        experts = count_moments([group for group in layer if group.mixture])
         one = max(experts, *(count_moments([group]) for group in layer))
         gathered = max(gathered, count_moments(layer) * measures, copies * one)
         tried = _PLANS * measures * model.dtype.itemsize * hidden * sum(group.num_columns for group in layer)

@@ -106,7 +106,7 @@ class Planner:
         """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
         recipe, context = self.setup.recipe, self.context
         hidden_size = read_hidden_size(self.model)
-        groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.experts]
+        groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.mixture]
         keeps = keeps and all(gather("moments" in context.resident or curves.can_keep_moments(groups, hidden_size)))
         measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
         return measurer.measure(fit, groups, keeps)

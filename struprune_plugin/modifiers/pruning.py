@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
-from struprune_plugin.model.units import sort_groups
+from struprune_plugin.model.unit_kind import sort_groups
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.modifiers.needs import keep_on_device
 from struprune_plugin.modifiers.planning import Planner

@@ -18,11 +18,11 @@ from struprune_plugin.export.convert import adopt_config, adopt_stock
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
 from struprune_plugin.export.stock_config import can_hold_heads, make_uniform_config
 from struprune_plugin.linalg.rounding import GroupSize
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.surgery import check_sliceable
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers import budgets, checks
 from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
@@ -167,12 +167,12 @@ def _allocate_early(
 
 def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
     """Return the shared experts that keep all channels and are re-solved after the routed experts beside them."""
-    update, lists = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.experts}
+    update, lists = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.mixture}
     if not lists or not update.solves or update.refines:
         return []
     chosen = {group.name for group in groups}
     found = find_groups(model, recipe.attention_unit, True, recipe.targets, recipe.ignore, True)
-    beside = [group for group in found if group.join.block and not group.experts and group.name not in chosen]
+    beside = [group for group in found if group.join.block and not group.mixture and group.name not in chosen]
     return [group for group in beside if (group.layer_name, group.join.block) in lists]
 
 
@@ -180,7 +180,7 @@ def _set_num_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> Non
     """Set the configuration's number of experts to those that are left: the pruned class is built with it. A later modifier (REAP)
     sets the number itself only afterwards.
     """
-    before = dict(Counter(group.output_name for group in groups if group.experts))
+    before = dict(Counter(group.output_name for group in groups if group.mixture))
     left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
     if left != before and len({*left.values()}) == 1:
         setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))

@@ -24,8 +24,7 @@ from struprune_plugin.linalg.second_moments import append_bias, make_moments, me
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
-from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.model.units.kinds import VALUE
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.paper import admm_attention, admm_ffn
 from struprune_plugin.paper.admm_attention import AttentionSample
 from struprune_plugin.paper.admm_ffn import ADMMSettings, Sample, Variables
@@ -50,9 +49,9 @@ class ADMMRun:
         self.states: list[tuple[Parts, Variables]] = []  # samples and their variables, on the host
         # producers, each with the number of equal parts of its rows that are regressed apart
         self.counts = {name: len(parts) for name, parts in self.group.producers.items()}
-        if not self.group.unit.is_ffn:
-            query, key, value = *self.group.query_key, list(self.group.producers)[-1]
-            num_heads = self.group.num_blocks if self.group.kind == VALUE.name else num_units
+        if self.group.unit.is_mixer:
+            query, key, value = *self.group.extra_linears, list(self.group.producers)[-1]
+            num_heads = self.group.num_blocks if self.group.unit.splits_blocks else num_units
             self.counts = {query: 1, key: 1, value: num_heads}
 
     def refine(self, keep: Tensor, weight: Tensor) -> Refined:
@@ -140,7 +139,7 @@ class ADMMRun:
 
     def _list_samples(self, visit: Visit) -> Iterator[Sample | AttentionSample]:
         """Yield a batch's tokens, for attention sequence by sequence."""
-        if self.group.unit.is_ffn:
+        if not self.group.unit.is_mixer:
             yield self._pick_tokens(visit)
             return
         batch, length = visit.call.batch_shape
@@ -167,7 +166,7 @@ class ADMMRun:
         moments = [make_moments(weight) for weight in weights]
         for index, parked in enumerate(self.states):
             sample, variables = (tuple(self.context.to_device(part, device) for part in parts) for parts in parked)
-            if self.group.unit.is_ffn:
+            if not self.group.unit.is_mixer:
                 tokens = Sample(*sample)
                 if move:
                     variables = admm_ffn.update_ffn_variables(variables, tokens, weights, settings)
@@ -188,7 +187,7 @@ class ADMMRun:
             solved = admm_ffn.solve_ridge(moments, pull, self.damping, self.module.has_bias, names)
             weights = [weight.float() for weight in solved]
         # the term of z, of the weights before the step, is that of queries and keys, which come first
-        has_z = not self.group.unit.is_ffn and settings.attention_method == 1
+        has_z = self.group.unit.is_mixer and settings.attention_method == 1
         measured = used if has_z else weights
         errors = [float(measure_error(part, weight.double())) for part, weight in zip(moments, measured, strict=True)]
         return list(weights), total + settings.alpha * sum(errors[2 * has_z :])
@@ -202,7 +201,7 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
     method: Literal["admm"] = "admm"
 
     def can_refine(self, group: UnitGroup) -> bool:
-        return (group.unit.is_ffn and not group.experts) or bool(group.query_key)
+        return bool(group.extra_linears) or not (group.unit.is_mixer or group.mixture)
 
     def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
         return ADMMRun(module, self, dampening_frac, len(keep)).refine(keep, weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from struprune_plugin.linalg.second_moments import SecondMoments, accumulate_moments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
-from struprune_plugin.storage.registry import Config
+from struprune_plugin.settings.registry import Config
 
 # of every token of one sample: inputs of the consumer first; on the host between visits (R12)
 Variables = tuple[Tensor, ...]

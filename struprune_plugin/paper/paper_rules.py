@@ -18,11 +18,8 @@ from struprune_plugin.allocation.rules import Budget, GroupStatistics, Sizes
 from struprune_plugin.linalg.budget import MAX_SPARSITY, meet_budget, spread_sparsity
 from struprune_plugin.linalg.rounding import GroupSize, check_budget, expand_counts, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties, order_scores
-from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.surgery import read_weight
-from struprune_plugin.model.units import list_head_weights
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.manifest import AllocationRecord
 
@@ -123,12 +120,11 @@ class SoftmaxInverse(SoftmaxRule):
 
     def weigh(self, model: PreTrainedModel, group: UnitGroup, scores: Tensor) -> float:
         layer = model.get_submodule(group.layer_name)
+        weights = group.unit.list_weights(layer, find_structure(model)[group.layer_index], group)
         decay = self.gamma**group.layer_index
-        if group.unit.is_ffn:
-            linears = [read_weight(find_linear(layer, name))[0] for name in (*group.producers, group.consumer)]
-            return decay * measure_norms(linears, variance=0.05)
-        heads = list_head_weights(layer, find_structure(model)[group.layer_index])
-        return decay * self.rho * measure_norms(heads, variance=0.1, norm=0.01)
+        if not group.unit.is_mixer:
+            return decay * measure_norms(weights, variance=0.05)
+        return decay * self.rho * measure_norms(weights, variance=0.1, norm=0.01)
 
 
 def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tensor], sparsity: float) -> list[float]:

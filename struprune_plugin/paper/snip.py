@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.model.layers import find_linear, freeze_weights
 from struprune_plugin.model.surgery import sum_rows
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.importance.criterion import IMPORTANCES, Importance, sum_columns
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.runtime.distributed import gather, sum_over_ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from struprune_plugin.layerwise.dense_reference import Target
 from struprune_plugin.model.structure.routing import Routing
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
 from struprune_plugin.storage.manifest import AllocationRecord
@@ -60,4 +60,4 @@ class UnitAllocation:
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that remain after whole experts are removed; kept experts are renumbered."""
         keep = {} if self.experts is None else self.experts.keep
-        return [g for g in groups if g.output_name not in keep or g.expert_index < len(keep[g.output_name])]
+        return [g for g in groups if g.output_name not in keep or g.entry < len(keep[g.output_name])]

@@ -11,7 +11,7 @@ from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, stack, stack_moments, unstack_moments
 from struprune_plugin.linalg.solve import damp_moments, weigh_outputs
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 
 @dataclass(frozen=True)

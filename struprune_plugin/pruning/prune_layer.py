@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
 from struprune_plugin.model import surgery
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_groups
@@ -143,9 +143,9 @@ class Pruner:
         """Remove whole experts from a dense layer; return the remaining groups."""
         experts = self.plan.experts
         if experts is not None:
-            for group in {group.experts: group for group in groups if group.experts}.values():
+            for group in {group.mixture: group for group in groups if group.mixture}.values():
                 with self.context.stage("surgery"):
-                    experts.routing.drop(layer, group.experts, experts.keep[group.output_name])
+                    experts.routing.drop(layer, group.mixture, experts.keep[group.output_name])
         return self.plan.list_left(groups)
 
     def decide(self, modules: Sequence[ModuleView], progress: str, updates: bool) -> list[Decision]:

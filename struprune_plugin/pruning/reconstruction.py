@@ -13,7 +13,7 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error, stack, stack_moments, take_columns, with_bias_index
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import set_consumer, slice_group
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
@@ -88,5 +88,6 @@ def describe_group(group: UnitGroup, keep: Tensor, solve: SolveRecord) -> GroupR
         kept=len(keep),
         sparsity=1 - len(keep) / group.num_units,
         keep=keep.tolist(),
+        units=group.unit.describe(group),
         **vars(solve),
     )

@@ -12,7 +12,7 @@ from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
 from struprune_plugin.linalg.elimination import RankedUnits, keep_last
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import stack
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
 
@@ -26,7 +26,7 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, object] | None
     """
 
     def describe(group: UnitGroup) -> tuple[object, ...]:
-        return group.experts or group.name, group.num_units, group.columns_per_unit, (kept or {}).get(group.name)
+        return group.mixture or group.name, group.num_units, group.columns_per_unit, (kept or {}).get(group.name)
 
     runs = []
     for _, run in itertools.groupby(groups, describe):

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.statistics import ModuleView
-from struprune_plugin.model.units.group import UnitGroup
-from struprune_plugin.storage.registry import Config, Registry
+from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.settings.registry import Config, Registry
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from struprune_plugin.modifiers import MODIFIERS, StruPruneModifier
 from struprune_plugin.recipes.shipped import find_recipe
-from struprune_plugin.storage.files import shorten_value
-from struprune_plugin.storage.registry import describe_error, show_name, suggest
+from struprune_plugin.settings.registry import describe_error, shorten_value, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
 _FORM = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"

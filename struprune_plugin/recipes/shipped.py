@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from struprune_plugin.storage.registry import suggest
+from struprune_plugin.settings.registry import suggest
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "recipe_files", _PACKAGE.parent / "recipes")  # in the installed package; in a checkout

@@ -28,7 +28,7 @@ from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_bat
 from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, freeze_weights
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.storage.registry import Config, Patterns
+from struprune_plugin.settings.registry import Config, Patterns
 
 
 class Adapters(Config):

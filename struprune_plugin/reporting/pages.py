@@ -11,7 +11,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from loguru import logger
 
-from struprune_plugin.reporting.tables import describe_units, list_facts, list_result_rows, read_saved_config
+from struprune_plugin.reporting.tables import (
+    describe_units,
+    list_facts,
+    list_result_rows,
+    read_label,
+    read_saved_config,
+)
 from struprune_plugin.storage.files import is_hub_name
 from struprune_plugin.storage.manifest import Manifest, ResultRecord, read_manifest, write_manifest
 
@@ -93,6 +99,8 @@ def make_page(folder: Path, manifest: Manifest) -> str:
     """Return the report of an output folder as one HTML page without scripts."""
     recipe = folder / "recipe.yaml"
     most = max((group.error_before for group in manifest.groups), default=0.0) or 1.0
-    values = {"modules": [(group, *describe_units(group)) for group in manifest.groups], "most": most}
+    first = next(map(read_label, manifest.groups), "")  # in another colour
+    modules = [(group, *describe_units(group), read_label(group) == first) for group in manifest.groups]
+    values = {"modules": modules, "most": most}
     text = recipe.read_text(encoding="utf-8") if recipe.is_file() else "# this folder holds no recipe.yaml\n"
     return _fill("report.html.jinja", manifest, folder, recipe=text, **values)

@@ -20,7 +20,6 @@ from struprune_plugin.storage.manifest import (
 )
 
 _BAR = 20
-_UNITS = {"ffn": "FFN channels", "head": "heads", "value_channels": "value channels", "experts": "expert channels"}
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,12 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
 def describe_units(group: GroupRecord) -> tuple[str, str]:
     """Return how many units of a module are kept, and their kind, as text."""
     blocks = group.num_blocks
-    unit = _UNITS.get(group.kind, group.kind) + (f" × {blocks} heads" if group.kind == "value_channels" else "")
-    return f"{group.kept // blocks} / {group.num_units // blocks}", unit
+    return f"{group.kept // blocks} / {group.num_units // blocks}", group.units or group.kind
+
+
+def read_label(group: GroupRecord) -> str:
+    """Return the label of a module's kind of units."""
+    return (group.units or group.kind).partition(" × ")[0]
 
 
 def describe_rounding(rounding: RoundingRecord) -> str:
@@ -87,7 +90,7 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     removed = f"{budget.removed_parameters:,} of {budget.prunable_parameters:,} removed"
     shares: dict[str, list[float]] = {}
     for group in manifest.groups:
-        shares.setdefault(_UNITS.get(group.kind, group.kind), []).append(group.kept / group.num_units)
+        shares.setdefault(read_label(group), []).append(group.kept / group.num_units)
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
     temperature = manifest.allocation.temperature

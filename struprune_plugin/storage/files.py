@@ -94,14 +94,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def shorten_value(value: object) -> str:
-    """Return a value as text of at most 100 characters, for a one-line message."""
-    text = repr(value)
-    if len(text) <= 100:
-        return text
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{text[:99]}…"
-
-
 def shorten_error(error: BaseException) -> str:
     """Return the first line of an error's message, without full stop; with its class unless it is an OSError or ValueError."""
     lines = str(error).strip().splitlines()

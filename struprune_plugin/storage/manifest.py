@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from struprune_plugin import __version__
-from struprune_plugin.storage.files import shorten_value, write_whole
+from struprune_plugin.settings.registry import shorten_value
+from struprune_plugin.storage.files import write_whole
 
 MANIFEST_NAME = "struprune.json"
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
@@ -136,6 +137,8 @@ class UnitsRecord:
 @dataclass(frozen=True, config=_CLOSED)
 class GroupRecord(SolveRecord, UnitsRecord):
     """Record of the kept units of one group and the solve of their weights."""
+
+    units: str = ""  # words for its units, by the label of their kind; empty in folders of older versions
 
 
 @dataclass(frozen=True, config=_CLOSED)

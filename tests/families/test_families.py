@@ -23,8 +23,8 @@ from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export.convert import adopt_config
 from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_layouts, measure_layer
-from struprune_plugin.model.units import find_groups
 
 PROMPTS = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

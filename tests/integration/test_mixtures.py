@@ -16,8 +16,8 @@ from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.studies.plan import Workload, plan_run
 

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers.budgets import find_roundings
 from struprune_plugin.modifiers.checks import check_weights
 from struprune_plugin.recipes.load import load_recipe

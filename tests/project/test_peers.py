@@ -19,9 +19,9 @@ from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error
 from struprune_plugin.linalg.solve import solve_kept_weights
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.surgery import mask_group, read_consumer
-from struprune_plugin.model.units import find_groups
 
 
 def make_windows(num_windows: int = 16, length: int = 32, seed: int = 5) -> torch.Tensor:

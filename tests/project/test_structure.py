@@ -16,9 +16,21 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin import StruPruneModifier
 
 PACKAGE = ROOT / "struprune_plugin"
-ORDER = [  # the rooms from the ground up: each imports only rooms before it; "" is the package's root, `paper` is a guest
-    *("linalg", "runtime", "model", "storage", "layerwise", "export", "reporting", "evaluation", "recovery", "pruning"),
-    *("allocation", "paper", "modifiers", "recipes", "", "studies", "cli"),
+# the rooms from the ground up: each imports only rooms before it; "" is the package's root, `units` and `paper` are guests
+ORDER = [
+    *(
+        "linalg",
+        "runtime",
+        "settings",
+        "model",
+        "storage",
+        "layerwise",
+        "export",
+        "reporting",
+        "evaluation",
+        "recovery",
+    ),
+    *("pruning", "allocation", "units", "paper", "modifiers", "recipes", "", "studies", "cli"),
 ]
 
 
@@ -45,15 +57,16 @@ def test_rooms_import_only_rooms_below_them():
                     assert (rest[0] if rest[0] in ORDER else "") in ORDER[: index + 1], f"{file} imports {name}"
 
 
-def test_only_the_registration_imports_the_guest():
-    """The paper's methods are registered as a third party's would be."""
+@pytest.mark.parametrize("guest", ["paper", "units"])
+def test_only_the_registration_imports_the_guests(guest):
+    """The paper's methods, and the kinds of units, are registered as a third party's would be."""
     importing = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
-        if any(name.startswith("struprune_plugin.paper") for name in read_imports(file))
-        or "from struprune_plugin import paper" in file.read_text(encoding="utf-8")
+        if any(name.startswith(f"struprune_plugin.{guest}") for name in read_imports(file))
+        or re.search(rf"from struprune_plugin import .*\b{guest}\b", file.read_text(encoding="utf-8"))
     }
-    assert {name for name in importing if not name.startswith("paper/")} == {"registration.py"}
+    assert {name for name in importing if not name.startswith(f"{guest}/")} == {"registration.py"}
 
 
 def test_no_basename_stands_twice():

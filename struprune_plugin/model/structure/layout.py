@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Part = Literal["query", "key", "value", "gate", "ffn"]
+Part = str  # of rows that units are made of, by the kind of units
 Producers = Mapping[str, tuple[Part, ...]]  # linears, each with the parts of its rows in order
 Rows = Literal["", "head", "block"]  # order of rows: part by part, head by head, or by value heads or FFN channels
 

@@ -69,3 +69,12 @@ def scale_counts(attention: nn.Module, kept: int, present: int) -> None:
     """Scale the numbers of heads that a module stores to ``kept`` of ``present`` ones."""
     for name, count in read_counts(attention).items():
         setattr(attention, name, count * kept // present)
+
+
+def read_padding(layer: nn.Module, name: str) -> dict[str, Any]:
+    """Return how the module around a linear pads it: ``pad`` for its rows, ``narrow`` for its columns; empty where it does not.
+
+    The forms are those of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`; they are not copies.
+    """
+    owner, _, own = name.rpartition(".")
+    return vars(layer.get_submodule(owner)).get(PADDING, {}).get(own, {})

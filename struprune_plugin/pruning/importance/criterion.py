@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.linalg.elimination import RankedUnits, order_units, unit_columns
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.problem import GroupProblem
-from struprune_plugin.storage.registry import Config, Registry
+from struprune_plugin.settings.registry import Config, Registry
 
 
 class Importance(Config):

@@ -14,8 +14,8 @@ from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers import planning
 
 SAMPLES = 12  # of which a quarter is tried

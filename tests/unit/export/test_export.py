@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
 from struprune_plugin.export import modeling_struprune
 from struprune_plugin.export.convert import adopt_config, adopt_paddings, wrap_save
-from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.groups import find_groups
 
 SAVED = {"pre_norm": "value_channels", "post_norm": "head", "no_bias": "value_channels"}  # shape -> attention unit
 

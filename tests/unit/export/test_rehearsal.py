@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from struprune_plugin.export import rehearsal
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.tiny import build_tiny
-from struprune_plugin.model.units.group import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup
 
 
 @pytest.fixture(autouse=True)

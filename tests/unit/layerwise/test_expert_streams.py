@@ -13,9 +13,9 @@ from struprune_plugin.layerwise.expert_streams import Repair, visit_experts
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import run_experts_fast, take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import select_groups
+from struprune_plugin.model.unit_kind import select_groups
 from struprune_plugin.runtime.device_context import DeviceContext
 
 
@@ -89,7 +89,7 @@ def test_what_experts_of_a_token_are_to_add_makes_up_the_error(model):
             change = visit.target - plain[group.name].target
             own = plain[group.name].weights
             torch.testing.assert_close(visit.weights, 0.5 * own)
-            added[(chosen == group.expert_index).any(1)] += own[:, None] * change
+            added[(chosen == group.entry).any(1)] += own[:, None] * change
     torch.testing.assert_close(added, wrong, rtol=1e-4, atol=1e-4)
 
 

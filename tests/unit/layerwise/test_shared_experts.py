@@ -13,9 +13,9 @@ from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.runtime.device_context import DeviceContext
 
 ADDED = {"glm4_moe": True, "deepseek_v3": True, "qwen2_moe": False}  # Qwen's is multiplied by a gate of the token
@@ -37,7 +37,7 @@ def test_a_shared_expert_is_asked_for_its_output_and_what_the_stream_lacks():
     model = build_tiny(make_config("glm4_moe", 2))
     take_apart(model)
     groups = find_groups(model, "none", prune_experts=True)
-    shared = next(group for group in groups if group.join.block and not group.experts)
+    shared = next(group for group in groups if group.join.block and not group.mixture)
     assert [group.name for group in groups if group.layer_index == shared.layer_index][-1] == shared.name
     batches = [{"input_ids": draw_tokens(model.config, 2, 16), "attention_mask": torch.ones(2, 16, dtype=torch.int64)}]
     statistics = LayerStatistics(TARGETS["residual"], DeviceContext(), changes=True)

@@ -5,8 +5,8 @@ from helpers.problems import make_problem, naive_restored_error
 
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import find_directions, rotate_columns, rotate_moments
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.surgery import rotate_group
-from struprune_plugin.model.units import find_groups
 
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]  # blocks, copies
 

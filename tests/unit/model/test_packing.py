@@ -7,10 +7,10 @@ from compressed_tensors.offload import disable_onloading
 from eval.coverage import make_config
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.experts import list_experts, list_packed_shapes, pack_experts, take_apart
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.surgery import slice_group
-from struprune_plugin.model.units import find_groups
 
 LAYOUTS = {
     "mixtral": "gate and up one after the other",
@@ -64,7 +64,7 @@ def test_they_are_taken_apart_without_weights(model_type):
 def test_cut_experts_are_packed_at_their_width_and_taken_apart_again(model_type):
     model, tokens = build(model_type)
     take_apart(model)
-    groups = [group for group in find_groups(model, "none", prune_experts=True) if group.experts]
+    groups = [group for group in find_groups(model, "none", prune_experts=True) if group.mixture]
     for group in groups:
         layer = model.get_submodule(group.layer_name)
         linear = find_linear(layer, group.consumer)
@@ -79,5 +79,5 @@ def test_cut_experts_are_packed_at_their_width_and_taken_apart_again(model_type)
     torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
     take_apart(model)
     torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
-    again = [group for group in find_groups(model, "none", prune_experts=True) if group.experts]
+    again = [group for group in find_groups(model, "none", prune_experts=True) if group.mixture]
     assert {group.num_units for group in again} == {16}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.coverage import mask_dense
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.model.units import find_groups
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.pruning import reconstruction
 

@@ -7,8 +7,8 @@ from helpers.families import make_model
 from struprune_plugin.layerwise.calls import LayerCall, split_call
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.runtime.device_context import DeviceContext
 
 

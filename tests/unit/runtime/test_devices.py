@@ -16,8 +16,8 @@ from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_decoder_layers
-from struprune_plugin.model.units import find_groups
 from struprune_plugin.modifiers import needs
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import HostBuffers

@@ -9,8 +9,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from struprune_plugin.storage.files import shorten_value
-
 
 def _check_pattern(name: str) -> str:
     try:
@@ -77,6 +75,14 @@ class Registry(dict[str, type[C]]):
             remedy = suggest(str(field), fields) or f"Its fields are {', '.join(fields)}."
             raise ValueError(f"{name} has no field {show_name(field)}. {remedy}")
         return self[name].model_validate(given)
+
+
+def shorten_value(value: object) -> str:
+    """Return a value as text of at most 100 characters, for a one-line message."""
+    text = repr(value)
+    if len(text) <= 100:
+        return text
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{text[:99]}…"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,4 @@
-"""Groups of coupled units of every decoder layer.
-
-Moments and weights outside ``struprune_plugin.model`` have the consumer's columns in *unit order*: those of one unit are adjacent.
-Activations have them in the module's order (:meth:`UnitGroup.to_unit_order`).
-"""
+"""Groups of coupled units of every decoder layer of a model."""
 
 from __future__ import annotations
 
@@ -10,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from compressed_tensors.utils import match_name
-from torch import Tensor, nn
+from torch import nn
 
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
-from struprune_plugin.model.structure.layout import LayerLayout
-from struprune_plugin.model.units.group import UnitGroup, UnitKind, count_unit_parameters
-from struprune_plugin.model.units.kinds import EXPERT, FFN, HEAD, VALUE, describe_groups, describe_heads
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, sort_groups
 
 AttentionUnit = Literal["head", "value_channels", "none"]
-ATTENTION_UNITS: dict[str, tuple[UnitKind, ...]] = {"head": (HEAD,), "value_channels": (VALUE,), "none": ()}
 
 
 def find_groups(
@@ -39,12 +31,13 @@ def find_groups(
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
     groups = list[UnitGroup]()
-    kinds = [*ATTENTION_UNITS[attention_unit], *([FFN] if prune_ffn else []), *([EXPERT] if prune_experts else [])]
+    wanted = {attention_unit: attention_unit != "none", "ffn": prune_ffn, "experts": prune_experts}
+    kinds = [UNIT_KINDS.parse(name) for name, is_wanted in wanted.items() if is_wanted]
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     for index, ((layer, layout), (name, _)) in enumerate(layers):
-        costs: dict[str, int] = {}  # per unit: experts of a layer are alike
-        for group in sort_groups([group for kind in kinds for group in describe_groups(kind, layout, layer)]):
-            key = group.experts or group.consumer
+        costs: dict[str, int] = {}  # per unit: entries of a mixture are alike
+        for group in sort_groups([group for kind in kinds for group in kind.list_groups(layout, layer)]):
+            key = group.mixture or group.consumer
             cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
             groups.append(replace(group, layer_index=index, layer_name=name, unit_cost=cost))
     for field, target in (*(("targets", name) for name in targets), *(("ignore", name) for name in ignore)):
@@ -63,22 +56,10 @@ def find_groups(
     return chosen
 
 
-def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return groups in pruning order: layer by layer; in a layer attention, FFNs, experts, shared experts beside these."""
-
-    def rank(group: UnitGroup) -> tuple[int, bool, bool, bool]:
-        is_beside = bool(group.join.block) and not group.experts
-        return group.layer_index, is_beside, bool(group.experts), group.unit.is_ffn
-
-    return sorted(groups, key=rank)
-
-
-def list_head_weights(layer: nn.Module, layout: LayerLayout) -> list[Tensor]:
-    """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per (KV) head."""
-    group = describe_heads(layout, layer)
-    parts = []
+def count_unit_parameters(layer: nn.Module, group: UnitGroup) -> int:
+    """Return the number of parameters per unit: its rows with their biases, and its columns."""
+    count = group.columns_per_unit * find_linear(layer, group.consumer).out_features
     for name in group.producers:
-        weight, owners = find_linear(layer, name).weight.detach(), group.find_row_owners(name)
-        parts.append(weight[owners.argsort(stable=True).to(weight.device)].unflatten(0, (group.num_units, -1)))
-    parts.append(find_linear(layer, group.consumer).weight.detach().T.unflatten(0, (group.num_units, -1)))
-    return [torch.cat([part[head].flatten() for part in parts]) for head in range(group.num_units)]
+        producer = find_linear(layer, name)
+        count += group.count_rows(name) * (producer.in_features + (producer.bias is not None))
+    return count

@@ -1,0 +1,203 @@
+"""What the other rooms ask of a kind of units (:class:`UnitKind`), and a group of coupled units that it describes.
+
+Kinds are guests in ``struprune_plugin.units``, one per file, registered as a third party's are. No other file names one.
+Moments and weights outside ``struprune_plugin.model`` have the consumer's columns in *unit order*: those of one unit are adjacent.
+Activations have them in the module's order (:meth:`UnitGroup.to_unit_order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.model.structure.layout import Join, LayerLayout, Producers
+from struprune_plugin.model.structure.locate import read_padding
+from struprune_plugin.settings.registry import Config, Registry
+
+
+class UnitKind(Config):
+    """Kind of units: from the proof on a tiny layer to the word in a report. Its fields are its options in a recipe.
+
+    :cvar label: units in tables and reports, such as ``FFN channels``
+    :cvar pool: groups of one pool are allocated together
+    :cvar order: place in a layer: 0 mixers of tokens, 1 FFNs, 2 experts; modules beside experts come last
+    :cvar parts: parts of producers whose rows belong to units; rows of other parts are never removed
+    :cvar splits_blocks: whether a unit is a channel of a block, such as a head, else a whole block or a channel alone
+    :cvar solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
+    """
+
+    label: ClassVar[str]
+    pool: ClassVar[str]
+    order: ClassVar[int] = 1
+    parts: ClassVar[tuple[str, ...]]
+    splits_blocks: ClassVar[bool] = False
+    solve_copies: ClassVar[int] = 7
+    kind: str
+
+    @property
+    def is_mixer(self) -> bool:
+        """True if the units' modules mix tokens."""
+        return self.order == 0
+
+    def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
+        """Yield the groups of a layer whose units are of this kind, without the layer's position in the model."""
+        raise NotImplementedError
+
+    def describe(self, group: UnitGroup) -> str:
+        """Return the words for a group's units, as tables show them; the label alone, or followed by `` × …``."""
+        return self.label
+
+    def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
+        """Return the weights of a group's dense module part by part, for methods that weigh a module by them: its linears."""
+        names = (*group.producers, group.consumer)
+        return [cast(nn.Linear, layer.get_submodule(name)).weight.detach() for name in names]
+
+    def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
+        """Return the padding, by linear, with which stock code sees a group's dense units, none of which is removed yet; empty
+        where it runs at any width."""
+        return {}
+
+    def list_steps(self, group: UnitGroup, width_multiple: int | None) -> Iterator[tuple[int, str]]:
+        """Yield (multiple, reason) of the numbers of units that a group may keep.
+
+        :param width_multiple: the recipe's; None for ``auto``
+        """
+        yield group.num_blocks, ""
+
+    def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
+        """Update a module's padding, and what it counts by itself, to the units that its linears hold."""
+        for name, parts in {**group.producers, group.consumer: self.parts}.items():
+            for form in read_padding(layer, name).values():
+                for part, segment in zip(parts, form["segments"], strict=False):
+                    if part in self.parts:
+                        segment[1] = segment[1] * num_keep // group.num_units
+
+
+UNIT_KINDS: Registry[UnitKind] = Registry(UnitKind, "kind")  # in the order in which they read a layer
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Coupled units of one module of one decoder layer, its linears, and how its output joins the residual stream.
+
+    Names of linears and submodules are relative to the layer.
+    For example, the FFN of LLaMA's first layer: consumer ``mlp.down_proj`` [4096, 11008] loses columns, the producers
+    ``mlp.gate_proj`` and ``mlp.up_proj`` [11008, 4096] lose the rows of the same channels; num_units is 11008, unit_cost
+    3 * 4096, and the consumer's output is added to the input of ``post_attention_layernorm`` (``join.residual``).
+
+    :param num_units: number of present units
+    :param part_rows: number of rows per part of a block
+    :param unit_cost: parameters that removing one unit frees
+    :param num_blocks: number of equal runs of units that each keep the same number
+    :param runs: number of runs of rows per block, for producers whose rows are not part by part
+    :param rotates: whether the units of a block may be rotated into each other first
+    :param module: module whose output these units alone change; empty where none is known
+    :param mixture: list of modules that holds the group's, each with tokens and weights of its own; empty where it stands alone
+    :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
+    :param extra_linears: other linears of the module that a method may change; empty where none knows how
+    """
+
+    unit: UnitKind
+    producers: Producers
+    consumer: str
+    join: Join
+    num_units: int
+    part_rows: Mapping[str, int]
+    layer_index: int = 0
+    layer_name: str = ""
+    unit_cost: int = 0
+    num_blocks: int = 1
+    columns_per_unit: int = 1
+    runs: Mapping[str, int] = field(default_factory=dict)
+    rotates: bool = False
+    module: str = ""
+    mixture: str = ""
+    tie: str = ""
+    extra_linears: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Full name of the consuming linear."""
+        return f"{self.layer_name}.{self.consumer}"
+
+    @property
+    def kind(self) -> str:
+        return self.unit.kind
+
+    @property
+    def output_name(self) -> str:
+        """Full name of the module whose output error is measured: the consumer, or the mixture's list."""
+        return f"{self.layer_name}.{self.mixture}" if self.mixture else self.name
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_units * self.columns_per_unit
+
+    @property
+    def repeats(self) -> int:
+        """For channels of blocks, number of columns of one unit, which lie apart; else 1."""
+        return self.columns_per_unit if self.unit.splits_blocks else 1
+
+    @property
+    def entry(self) -> int:
+        """Index of the group's module in its mixture."""
+        return int(self.consumer.removeprefix(f"{self.mixture}.").partition(".")[0])
+
+    def find_row_owners(self, producer: str) -> Tensor:
+        """Return the unit that every row of a producing linear belongs to, -1 for rows that are never removed, shape [rows]."""
+        blocks = self.num_blocks if self.unit.splits_blocks else self.num_units
+        units = torch.arange(self.num_units).view(blocks, self.num_units // blocks if blocks else 1)
+        owners = [
+            units.repeat(1, self.part_rows[part] // units.shape[1])
+            if part in self.unit.parts
+            else units.new_full((blocks, self.part_rows[part]), -1)
+            for part in self.producers[producer]
+        ]
+        runs = blocks * self.runs.get(producer, 0)
+        if not runs:
+            return torch.cat([owner.flatten() for owner in owners])
+        return torch.cat([owner.reshape(runs, -1) for owner in owners], 1).flatten()
+
+    def count_rows(self, producer: str) -> int:
+        """Return the number of a producing linear's rows per unit."""
+        return int((self.find_row_owners(producer) == 0).sum())
+
+    def find_kept_rows(self, producer: str, keep: Tensor) -> Tensor:
+        """Return the row indices of a producing linear that stay with the kept units, sorted, shape [kept rows]."""
+        owners = self.find_row_owners(producer)
+        stays = torch.zeros(self.num_units + 1, dtype=torch.bool)  # the last entry stands for owner -1
+        stays[keep.cpu()] = stays[-1] = True
+        return stays[owners].nonzero().flatten()
+
+    def resize(self, num_units: int) -> UnitGroup:
+        """Return the description of the same module with another number of units, the same in every block."""
+        rows = dict(self.part_rows)
+        for part in self.unit.parts if self.unit.splits_blocks else ():
+            rows[part] = rows[part] * num_units // self.num_units
+        return replace(self, num_units=num_units, part_rows=rows)
+
+    def to_unit_order(self, columns: Tensor) -> Tensor:
+        """Return consumer columns (the last dimension) reordered from the module's order to unit order."""
+        if self.repeats == 1:
+            return columns
+        return columns.unflatten(-1, (self.num_blocks, self.repeats, -1)).transpose(-1, -2).flatten(-3)
+
+    def to_module_order(self, columns: Tensor) -> Tensor:
+        """Return consumer columns (the last dimension), of all or of the kept units, reordered to the module's order."""
+        if self.repeats == 1:
+            return columns
+        return columns.unflatten(-1, (self.num_blocks, -1, self.repeats)).transpose(-1, -2).flatten(-3)
+
+
+def select_groups(groups: Sequence[UnitGroup], layer_name: str) -> list[UnitGroup]:
+    """Return the groups of one decoder layer, in order."""
+    return [group for group in groups if group.layer_name == layer_name]
+
+
+def sort_groups(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    """Return groups in pruning order: layer by layer; in a layer by their kinds' order, modules beside a mixture last."""
+    return sorted(groups, key=lambda g: (g.layer_index, bool(g.join.block) and not g.mixture, g.unit.order))

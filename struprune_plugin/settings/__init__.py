@@ -1,0 +1,1 @@
+"""Settings objects of methods and kinds of units, and their registries."""

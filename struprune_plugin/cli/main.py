@@ -103,9 +103,8 @@ def plan(
 
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
     found = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
-    told = (
-        f"{model} by {recipe}, sparsity {found.sparsity:g} of the layers' linear parameters (embeddings and head stay)"
-    )
+    told, gone = f"{model} by {recipe}, sparsity {found.sparsity:g}", 1 - found.parameters[1] / found.parameters[0]
+    told += f" of the layers' linear parameters, {gone:.1%} of the whole model (embeddings and head stay)"
     screen.show({"model": model, "recipe": recipe, **asdict(found)}, told, *format_plan(found))
 
 
@@ -253,7 +252,7 @@ def sweep(
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
-    from struprune_plugin.studies.sweep import draw_sweep, pick_point, run_points
+    from struprune_plugin.studies.sweep import DENSE, draw_sweep, pick_point, run_points
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
     run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
@@ -269,7 +268,10 @@ def sweep(
     scores, refused = run_points(output, {**told, "scoring": asdict(asked)}, sparsities, run_point, scorer)
     draw_sweep(scores, output)
     record: dict[str, Any] = {"scores": scores}
-    parts, missing = [format_scores(scores), f"wrote {output}"], [f"{point}: {why}" for point, why in refused.items()]
+    parts, missing = (
+        [format_scores(scores, DENSE), f"wrote {output}"],
+        [f"{point}: {why}" for point, why in refused.items()],
+    )
     problems = [f"--sparsity: left out: {'; '.join(missing)}"] if missing else []
     if most is not None:
         try:

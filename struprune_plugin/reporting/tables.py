@@ -95,7 +95,7 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
     temperature = manifest.allocation.temperature
     facts = [
-        ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%})"),
+        ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%} of the whole model)"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
         ("units that stay", ", ".join(f"{name} {min(of):.0%} to {max(of):.0%}" for name, of in shares.items())),

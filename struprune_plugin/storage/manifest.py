@@ -33,6 +33,9 @@ class ModelRecord:
     type: str  # ``model_type`` of the pruned model
     parameters_before: Count
     parameters_after: Count
+    removed_share: float | None = _optional(
+        default=None
+    )  # of all parameters; ``met_sparsity`` is of the decoder's linears
     left_out: list[str] = _optional(default_factory=list)  # tensors of the checkpoint that its class does not load
 
 

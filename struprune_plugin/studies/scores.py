@@ -76,11 +76,18 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
     return score
 
 
-def format_scores(scores: Mapping[str, Score]) -> Table:
-    """Return a table with a row per model; a column that a model lacks is empty there."""
+def format_scores(scores: Mapping[str, Score], dense: str = "") -> Table:
+    """Return a table with a row per model; a column that a model lacks is empty there.
+
+    :param dense: row of the dense model, where rows are named by their sparsity: a column tells the whole model's share
+    """
     columns = [name for name in dict.fromkeys(n for found in scores.values() for n in found) if "stderr" not in name]
     rows = [[path, *(_show(name, found.get(name)) for name in columns)] for path, found in scores.items()]
-    return Table(["model", *columns], rows)
+    if not dense:
+        return Table(["model", *columns], rows)
+    gone = [f"{1 - found['parameters'] / scores[dense]['parameters']:.1%}" for found in scores.values()]
+    rows = [[name, share, *cells] for (name, *cells), share in zip(rows, gone, strict=True)]
+    return Table(["of the decoder's linears", "of the whole model", *columns], rows)
 
 
 def _show(column: str, value: Any) -> str:

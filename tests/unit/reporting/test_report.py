@@ -17,6 +17,8 @@ def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
     assert len(summary.splitlines()) <= 25
     sizes = manifest.model
     assert f"{sizes.parameters_before:,} → {sizes.parameters_after:,}" in summary
+    assert sizes.removed_share == 1 - sizes.parameters_after / sizes.parameters_before
+    assert f"(-{sizes.removed_share:.1%} of the whole model)" in summary
     assert "asked 30.000%" in summary
     assert "statistics 0." in summary
     assert f"struprune inspect {tmp_path / 'out'}" in summary

@@ -79,7 +79,9 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     assert 2 * layer < needs["device"]
     assert cli.main([*argv, "--quiet", *SMALL]) == 0
     printed = capsys.readouterr().out
-    assert "sparsity 0.3 of the layers' linear parameters (embeddings and head stay)" in printed
+    gone = 1 - found["parameters"][1] / found["parameters"][0]
+    wanted = f"sparsity 0.3 of the layers' linear parameters, {gone:.1%} of the whole model (embeddings and head stay)"
+    assert wanted in printed
     assert "on the device  " in printed
 
 

@@ -41,7 +41,10 @@ def test_a_sweep_leaves_what_single_runs_write_and_goes_on(opt, tmp_path, capsys
 
     monkeypatch.setattr("struprune_plugin.entrypoint.oneshot", fail)
     assert run(opt, folder) == 0
-    assert "perplexity" in capsys.readouterr().out
+    header, _, *lines = capsys.readouterr().out.splitlines()[:5]
+    assert header.split("  ")[:2] == ["of the decoder's linears", "of the whole model"]
+    shares = [f"{1 - sizes[name] / sizes['dense']:.1%}" for name in sizes]
+    assert [line.split()[:2] for line in lines] == [[name, share] for name, share in zip(sizes, shares, strict=True)]
 
 
 def test_a_sweep_that_was_killed_goes_on(tmp_path):

@@ -28,6 +28,8 @@ SLICEGPT = Row(peer="eval.peers.slicegpt:prune_slicegpt")
 PEERS: dict[str, Row] = {
     "FASP": FASP,
     "SliceGPT": SLICEGPT,
+    "MoDeGPT": Row(peer="eval.peers.modegpt:prune_modegpt"),
+    "MoDeGPT without Q and K": Row(peer="eval.peers.modegpt:prune_without_query_key"),
     "OSSCAR": Row(peer="eval.peers.osscar:prune_osscar"),
     "FLAP": Row(peer="eval.peers.flap:prune_flap"),
     "LLM-Pruner": Row(peer="eval.peers.llm_pruner:prune_llm_pruner"),

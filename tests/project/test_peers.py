@@ -9,10 +9,11 @@ from helpers.families import make_model
 from helpers.models import VOCABULARY, save_model, save_opt
 from helpers.problems import make_problem
 
-from eval.peers import flap, slicegpt
+from eval.peers import flap, modegpt, slicegpt
 from eval.peers.fasp import prune_fasp
 from eval.peers.flap import prune_flap
 from eval.peers.llm_pruner import prune_llm_pruner
+from eval.peers.modegpt import prune_modegpt, prune_without_query_key
 from eval.peers.osscar import prune_osscar, search_swaps
 from eval.peers.slicegpt import find_principal_basis, prune_slicegpt
 from struprune_plugin.evaluation.scoring import load_checkpoint
@@ -77,10 +78,13 @@ def mask_like(dense, pruned, restored: bool = True) -> None:
         mask_group(before, group, keep, weight)
 
 
-@pytest.mark.parametrize("peer", [*UNIT_PEERS, "SliceGPT"])
+OTHERS = {"SliceGPT": prune_slicegpt, "MoDeGPT": prune_modegpt, "MoDeGPT without Q and K": prune_without_query_key}
+
+
+@pytest.mark.parametrize("peer", [*UNIT_PEERS, *OTHERS])
 def test_a_peer_of_nothing_is_the_identity(peer, dense_folder):
     dense, _ = load_checkpoint(dense_folder)
-    result = {**UNIT_PEERS, "SliceGPT": prune_slicegpt}[peer](dense_folder, make_windows(), 0.0)
+    result = {**UNIT_PEERS, **OTHERS}[peer](dense_folder, make_windows(), 0.0)
     reference = compute_logits(dense, make_windows())
     difference = (compute_logits(result.model, make_windows()) - reference).abs().max()
     assert difference < (1e-4 if peer != "FASP" else 1e-3) * reference.abs().max()
@@ -310,3 +314,135 @@ def test_find_principal_basis_leaves_out_least_energy():
     lost = (signal - signal @ basis @ basis.T).square().sum()
     torch.testing.assert_close(lost, torch.linalg.svdvals(signal)[4:].square().sum())
     torch.testing.assert_close(basis.T @ basis, torch.eye(4, dtype=torch.float64))
+
+
+# -- MoDeGPT ----------------------------------------------------------------------------------------------------------
+
+
+def record_inputs(model, *names: str) -> dict[str, torch.Tensor]:
+    """Inputs of modules on the calibration windows, tokens flattened, float64."""
+    seen: dict[str, torch.Tensor] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, args, n=name: seen.update({n: args[0].flatten(0, -2).double()}))
+    compute_logits(model, make_windows())
+    return seen
+
+
+def sqrt_of(gram: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(gram)
+    return vectors @ values.clamp(min=0).sqrt().diag() @ vectors.T
+
+
+@pytest.mark.parametrize("query_key", [True, False])
+def test_modegpt_removes_what_is_asked(query_key, dense_folder, monkeypatch):
+    """Its zeros count as gone: rows of queries, keys and values, columns of the output; the FFN is sliced."""
+    monkeypatch.setattr(modegpt, "TEMPERATURE", 10.0)  # layers of two pairs can do no more than half
+    dense, _ = load_checkpoint(dense_folder)
+    result = (prune_modegpt if query_key else prune_without_query_key)(dense_folder, make_windows(), 0.5)
+    left, cut = 0, set()
+    for (_, before), (_, after) in zip(find_decoder_layers(dense), find_decoder_layers(result.model), strict=True):
+        for name in (name for name, module in before.named_modules() if isinstance(module, torch.nn.Linear)):
+            linear = after.get_submodule(name)
+            rows, columns = (linear.weight != 0).any(1), (linear.weight != 0).any(0)
+            left += int(rows.sum()) * (int(columns.sum()) + (linear.bias is not None))
+            if not rows.all():
+                cut.add(name[-6:])
+    assert cut == ({"q_proj", "k_proj", "v_proj"} if query_key else {"v_proj"})
+    assert result.removed == pytest.approx(0.5, abs=0.01)
+    assert result.removed == pytest.approx(1 - left / count_prunable_parameters(dense), abs=1e-12)
+
+
+def test_modegpt_spreads_sparsity_by_block_influence_and_entropy(llama):
+    """The shares that minimise ``sum s_i p_i + T sum p_i log p_i`` under the budget, on the dense model's activations."""
+    model, _ = load_checkpoint(llama)
+    with torch.no_grad():
+        hidden = model(input_ids=make_windows(), use_cache=False, output_hidden_states=True).hidden_states
+    layers = [layer for _, layer in find_decoder_layers(model)]
+    found = modegpt.measure_influence(layers, modegpt.record_calls(model, make_windows()))
+    for index in range(2):  # the last entry is behind the norm
+        cosine = torch.cosine_similarity(hidden[index].double(), hidden[index + 1].double(), dim=-1)
+        torch.testing.assert_close(found[index], 1 - cosine.mean(), rtol=1e-4, atol=1e-5)
+    influence = torch.tensor([0.1, 0.2, 0.15, 0.4], dtype=torch.float64)
+    shapes = [modegpt.LayerShape(4, 2, 8, 100, (10, 20, 30))] * 4
+    size = shapes[0].size
+    shares = torch.tensor(modegpt.allocate(influence, 0.1 * 4 * size, shapes), dtype=torch.float64) / (0.1 * 4 * size)
+    assert float(shares.sum()) == pytest.approx(1)
+    slope = influence + modegpt.TEMPERATURE * (shares.log() + 1)  # of the Lagrangian: the same for all layers
+    torch.testing.assert_close(slope, slope.mean().expand(4))
+    most = modegpt.allocate(influence, 0.7 * 4 * size, shapes)
+    assert max(most) == pytest.approx(modegpt.MOST * size)
+    assert sum(most) == pytest.approx(0.7 * 4 * size)
+    assert most[3] < most[1] <= most[0]
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_modegpt_keeps_ffn_channels_of_highest_leverage_and_solves_by_nystrom(llama, damping):
+    dense, _ = load_checkpoint(llama)
+    x = record_inputs(dense, "model.layers.0.mlp.down_proj")["model.layers.0.mlp.down_proj"]
+    weight = dense.model.layers[0].mlp.down_proj.weight.detach().double()
+    gram, n = x.T @ x, x.shape[1]
+    ridge = modegpt.RIDGE * gram.diagonal().mean()
+    leverage = (gram @ torch.linalg.inv(gram + ridge * torch.eye(n))).diagonal()
+    keep, new = modegpt.decompose_ffn(gram, torch.cat([weight, torch.zeros(len(weight), 1)], 1), n // 2, damping)
+    assert keep.tolist() == sorted(leverage.topk(n // 2).indices.tolist())
+    strength = damping * gram.diagonal().mean()
+    naive = (weight @ gram[:, keep] + strength * weight[:, keep]) @ torch.linalg.inv(
+        gram[keep][:, keep] + strength * torch.eye(n // 2)
+    )
+    torch.testing.assert_close(new[:, :-1], naive, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_modegpt_keeps_the_channels_of_queries_and_keys_of_largest_norms(step):
+    """Against columns of ``C^(1/2) W^T``; with two, after a rotation of the pairs by any angle."""
+    generator = torch.Generator().manual_seed(3)
+    x, queries, keys = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((50, 9), (2, 8, 9), (8, 9)))
+    gram, scores = x.T @ x, torch.zeros(8 // step, dtype=torch.float64)
+    angles = torch.rand(50, 1, generator=generator, dtype=torch.float64) * 6 if step == 2 else torch.zeros(50, 1)
+
+    def norms(rows):
+        first, second = (x @ rows.T).chunk(2, 1)
+        turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+        squares = torch.cat(turned, 1).square().sum(0)
+        return squares if step == 1 else squares[:4] + squares[4:]
+
+    scores = sum(norms(head) for head in queries).sqrt() * norms(keys).sqrt()
+    best = scores.topk(4 // step).indices
+    wanted = best if step == 1 else torch.cat([best, best + 4])
+    found = modegpt.select_query_key(gram, queries, keys, 4 // step, step)
+    assert found.tolist() == sorted(wanted.tolist())
+
+
+def test_modegpts_values_are_the_papers_two_decompositions():
+    """One head: ``U S V^T = C^(1/2) W_V``, then ``U' S' V'^T = S V^T W_O``; ``C^(-1/2) U U'`` and ``S' V'^T``, cut to a rank."""
+    generator = torch.Generator().manual_seed(4)
+    x, values, outputs = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((60, 9), (6, 9), (1, 8, 6))
+    )
+    root = sqrt_of(x.T @ x)
+    first = torch.linalg.svd(root @ values.T, full_matrices=False)
+    second = torch.linalg.svd(first.S.diag() @ first.Vh @ outputs[0].T, full_matrices=False)
+    papers_values = (torch.linalg.inv(root) @ first.U @ second.U)[:, :3]
+    papers = papers_values @ second.S[:3].diag() @ second.Vh[:3]
+    new, columns = modegpt.decompose_values(x.T @ x, values, outputs, 3)
+    assert new.shape == (3, 9)
+    torch.testing.assert_close(new.T @ columns[0].T, papers)
+
+
+def test_modegpts_values_of_a_group_are_the_best_of_their_rank():
+    """No other factors of the rank, shared by the heads, come closer: the error is the tail of the singular values."""
+    generator = torch.Generator().manual_seed(5)
+    x, values, outputs = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((60, 9), (6, 9), (2, 8, 6))
+    )
+    new, columns = modegpt.decompose_values(x.T @ x, values, outputs, 4)
+    whole = torch.cat([x @ values.T @ head.T for head in outputs], 1)
+    error = (whole - torch.cat([x @ new.T @ head.T for head in columns], 1)).square().sum()
+    torch.testing.assert_close(error, torch.linalg.svdvals(whole)[4:].square().sum())
+
+
+def test_modegpt_refuses_other_families(tmp_path):
+    folder = save_model(make_model("qwen3", num_hidden_layers=2), tmp_path)
+    with pytest.raises(ValueError, match=r"^modegpt: model must be one of .* got qwen3\. "):
+        prune_modegpt(str(folder), make_windows(), 0.2)

@@ -41,7 +41,13 @@ def format_growth(dense: Mapping[str, Any], found: Mapping[int, Rows]) -> str:
         table.append([f"{tokens:,}", *cells, share, seconds])
     start = " / ".join(f"{value:.2f}" for value in dense["perplexity"].values())
     header = ["tokens", *_METHODS, "of FASP's increase", "seconds, ours and FASP's"]
-    return f"{Table(header, table)}\n\n{' / '.join(texts)}; dense {start}"
+    return f"{Table(header, table)}\n\n{' / '.join(texts)}; dense {start}; removed: {tell_shares(found)}"
+
+
+def tell_shares(found: Mapping[int, Rows]) -> str:
+    """Return what our rows remove, of the decoder's linears and of the whole model."""
+    row = next(iter(found.values()))[OURS]
+    return f"{row['removed']:.0%} of the decoder's linears, {row['removed_of_model']:.0%} of the whole model"
 
 
 def plot_growth(dense: Mapping[str, Any], found: Mapping[int, Rows], title: str, file: Path) -> None:
@@ -82,7 +88,7 @@ def main() -> None:
             }
     text = format_growth(dense, found)
     (args.output / "growth.md").write_text(f"# {Path(args.model).name}\n\n```\n{text}\n```\n", encoding="utf-8")
-    title = f"{Path(args.model).name}, {args.sparsity:.0%} of the decoder removed"
+    title = f"{Path(args.model).name}, removed: {tell_shares(found)}"
     plot_growth(dense, found, title, args.output / "growth.svg")
     print(text)
 

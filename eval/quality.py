@@ -46,7 +46,8 @@ def interpolate_delta(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any
 
 
 def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line per row: by text perplexity and its increase over dense; removed; seconds.
+    """Return one line per row: by text perplexity and its increase over dense; removed of the decoder's linears (of the routed
+    experts where those are pruned alone) and of the whole model; seconds.
 
     A column for peers: the least of (their increase / the default's at the same parameters removed) over the texts; above 1 the
     default is ahead on all. Then divergences and accuracies, where they were measured. Below, why rows were refused.
@@ -54,7 +55,7 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
     dense = rows["dense"]
     ours = [row for key, row in rows.items() if key.endswith(f" | {OURS}") and "refused" not in row]
     header = ["sparsity | method", *(name for text in dense["perplexity"] for name in (text, "increase"))]
-    header += ["removed", "seconds", "of the default's at its size"]
+    header += ["removed", "of the model", "seconds", "of the default's at its size"]
     tasks = list(dense.get("zeroshot", ()))
     header += [f"KL, {text}" for text in dense.get("divergence", ())]
     header += [f"{task} {metric}" for task in tasks for metric in METRICS]
@@ -66,7 +67,8 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
         line = [key]
         for text, value in row["perplexity"].items():
             line += [f"{value:.2f}", f"{find_delta(row, dense, text):.2f}"]
-        line += [f"{row['removed']:.2%}", f"{row.get('method_seconds') or row['seconds']:.1f}"]
+        line += [f"{row['removed']:.2%}", f"{row['removed_of_model']:.2%}"]
+        line.append(f"{row.get('method_seconds') or row['seconds']:.1f}")
         line.append(_compare(row, dense, ours) if key.split(" | ")[-1] in PEERS and ours else "")
         line += [f"{value:.4f}" for value in row.get("divergence", {}).values()]
         table.append([*line, *(cell for task in tasks for cell in format_scores(row["zeroshot"][task]))])
@@ -82,7 +84,9 @@ def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Ma
 
 
 @contextmanager
-def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict[str, Any]]:
+def draw_panels(
+    texts: Collection[str], title: str, file: Path, measure: str = "perplexity"
+) -> Iterator[dict[str, Any]]:
     """Yield one panel (matplotlib axes) by text, drawn to a file after the block; nothing is drawn where matplotlib is missing."""
     try:
         import matplotlib
@@ -96,7 +100,7 @@ def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict
     size = (4 * len(texts), 4.0)
     figure, panels = pyplot.subplots(1, len(texts), figsize=size, layout="constrained", squeeze=False)
     yield dict(zip(texts, panels[0], strict=True))
-    panels[0][0].set_ylabel("perplexity")
+    panels[0][0].set_ylabel(measure)
     panels[0][0].legend(fontsize="small")
     for text, axes in zip(texts, panels[0], strict=True):
         axes.set_title(text)
@@ -105,18 +109,22 @@ def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict
     pyplot.close(figure)
 
 
-def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
-    """Draw perplexity against the parameters left, one line per method, one panel per text."""
+def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path, measure: str = "perplexity") -> None:
+    """Draw perplexity against the share of the whole model that is gone, one line per method, one panel per text.
+
+    :param measure: ``perplexity`` or ``bits_per_byte``
+    """
     rows = {key: row for key, row in rows.items() if "refused" not in row}
     dense = rows["dense"]
     methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
-    with draw_panels(dense["perplexity"], title, file) as panels:
+    with draw_panels(dense[measure], title, file, measure.replace("_", " ")) as panels:
         for text, axes in panels.items():
             for method in methods:
                 mine = [row for key, row in rows.items() if key.endswith(f" | {method}")]
-                points = sorted((1 - row["removed"], row["perplexity"][text]) for row in [dense, *mine])
+                points = sorted((100 * row["removed_of_model"], row[measure][text]) for row in [dense, *mine])
                 axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
-            axes.set(xlabel="decoder parameters left", yscale="log")
+            axes.axhline(dense[measure][text], color="gray", linestyle=":", label="dense")
+            axes.set(xlabel="removed of the whole model, %", yscale="log")
 
 
 def main() -> None:

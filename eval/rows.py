@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
@@ -22,13 +23,17 @@ from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, r
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.reporting.tables import measure_weight_bytes
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
 ITEMS = "items"  # the right answers of the zero-shot items: text of neither kind that methods are calibrated on
-_C4_TEXTS, _C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
+HUB = ("wikitext2", "c4")
+C4_TEXTS, C4_WINDOWS = 1100, 256  # of the validation file, as SparseGPT's scripts (and all who follow them) score C4
+
+
+Score = Callable[[PreTrainedModel, PreTrainedTokenizerBase, "Workload"], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -165,15 +170,21 @@ def _attempt(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
-    """Prune by one row into a scratch folder; return perplexities, what is gone, and seconds of the method alone."""
+def run_row(row: Row, sparsity: float, work: Workload, score: Score | None = None) -> dict[str, Any]:
+    """Prune by one row into a scratch folder; return perplexities, what is gone, and seconds of the method alone.
+
+    :param score: what is measured in place of :func:`score_all`
+    """
+    score = score or score_all
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     dataset = make_calibration_dataset(work.calibration, tokenizer, row.text * work.num_samples, work.window)
     if row.peer:
         module, function = row.peer.split(":")
         result = getattr(import_module(module), function)(work.model, torch.tensor(dataset["input_ids"]), sparsity)
-        told = {"removed": result.removed, "bytes": None, "seconds": result.seconds, "note": result.note}
-        return {**score_all(result.model.float(), tokenizer, work), **told}
+        of_model = result.removed * measure_base(work.model, row.of_experts)
+        told = {"removed": result.removed, "removed_of_model": of_model, "bytes": None}
+        told |= {"seconds": result.seconds, "note": result.note}
+        return {**score(result.model.float(), tokenizer, work), **told}
     scale = measure_experts(work.model) if row.of_experts else 1.0
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "pruned"
@@ -181,6 +192,8 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
         manifest = read_manifest(out)
         told = {
             "removed": manifest.budget.met_sparsity / scale,
+            "removed_of_model": 1 - manifest.model.parameters_after / manifest.model.parameters_before,
+            "parameters": manifest.model.parameters_after,
             "method_seconds": next(stage.seconds for stage in manifest.stages if stage.name == "whole pass"),
         }
         if row.recovery is not None:
@@ -188,7 +201,7 @@ def run_row(row: Row, sparsity: float, work: Workload) -> dict[str, Any]:
             pruned, out = out, Path(scratch) / "recovered"
             seconds += _run_stage(str(pruned), LoRARecoveryModifier(**row.recovery), dataset, out)
         told |= {"bytes": measure_weight_bytes(out), "seconds": seconds}
-        return {**score_all(load_checkpoint(str(out))[0], tokenizer, work), **told}
+        return {**score(load_checkpoint(str(out))[0], tokenizer, work), **told}
 
 
 def measure_experts(model: str) -> float:
@@ -196,6 +209,13 @@ def measure_experts(model: str) -> float:
     loaded, _ = load_checkpoint(model, "auto")
     take_apart(loaded)
     return 1 - count_prunable_parameters(loaded) / count_prunable_parameters(loaded, experts=True)
+
+
+def measure_base(model: str, of_experts: bool = False) -> float:
+    """Return the share of a model's parameters that a row's ``removed`` is a share of."""
+    loaded, _ = load_checkpoint(model, "auto")
+    share = count_prunable_parameters(loaded, experts=True) / count_parameters(loaded)
+    return share * (measure_experts(model) if of_experts else 1)
 
 
 def _run_stage(model: str, modifier: StruPruneModifier | LoRARecoveryModifier, dataset: Any, out: Path) -> float:
@@ -212,29 +232,35 @@ def _run_stage(model: str, modifier: StruPruneModifier | LoRARecoveryModifier, d
     return time.perf_counter() - start
 
 
-def score_dense(work: Workload) -> dict[str, Any]:
-    """Return the row of the model as it is."""
+def score_dense(work: Workload, score: Score | None = None) -> dict[str, Any]:
+    """Return the row of the model as it is; ``score`` as in :func:`run_row`."""
     model, tokenizer = load_checkpoint(work.model)
-    size = measure_weight_bytes(work.model) or None
-    return {**score_all(model, tokenizer, work), "removed": 0.0, "bytes": size, "seconds": 0.0}
+    told = {"removed": 0.0, "removed_of_model": 0.0, "parameters": count_parameters(model), "seconds": 0.0}
+    return {**(score or score_all)(model, tokenizer, work), **told, "bytes": measure_weight_bytes(work.model) or None}
 
 
 def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, Any]:
     """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task."""
-    told: dict[str, Any] = {"perplexity": score_model(model, tokenizer, work)}
+    texts = {name: read_tokens(source, tokenizer, work) for name, source in work.texts.items()}
+    told: dict[str, Any] = {
+        "perplexity": {n: measure_perplexity(model, text, work.window) for n, text in texts.items()}
+    }
+    told["bits_per_byte"] = {
+        name: math.log2(value) * measure_tokens_per_byte(tokenizer, texts[name], work.window)
+        for name, value in told["perplexity"].items()
+    }
     if work.divergence:
         dense = load_checkpoint(work.model)[0]
-        texts = {name: read_tokens(source, tokenizer, work) for name, source in work.texts.items()}
         told["divergence"] = {name: measure_divergence(dense, model, text, work.window) for name, text in texts.items()}
     return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
 
 
-def score_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, float]:
-    """Return perplexity on every text, in fixed windows."""
-    return {
-        name: measure_perplexity(model, read_tokens(source, tokenizer, work), work.window)
-        for name, source in work.texts.items()
-    }
+def measure_tokens_per_byte(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, window: int) -> float:
+    """Return the tokens in whole windows, without special ones, per byte of their text (UTF-8): what makes perplexities of
+    vocabularies comparable."""
+    scored = tokens[: len(tokens) // window * window]
+    text = tokenizer.decode(scored, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return int((~torch.isin(scored, torch.tensor(tokenizer.all_special_ids))).sum()) / len(text.encode())
 
 
 @torch.no_grad()
@@ -259,12 +285,17 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
     """
     if source == ITEMS:
         return tokenize_texts(tokenizer, ["\n\n".join(read_items())], work.max_tokens, work.window)
-    if source == "wikitext2":
-        return tokenize_texts(tokenizer, ["\n\n".join(stream_texts(source, split="test"))], work.max_tokens)
-    if source == "c4":
-        text = " ".join(islice(stream_texts(source, split="validation"), _C4_TEXTS))
-        return tokenize_texts(tokenizer, [text], work.max_tokens or _C4_WINDOWS * work.window)
+    if source in HUB:
+        most = work.max_tokens or (C4_WINDOWS * work.window if source == "c4" else None)
+        return tokenize_texts(tokenizer, [read_hub_text(source)], most)
     return tokenize_texts(tokenizer, read_texts(source), work.max_tokens, work.window)
+
+
+def read_hub_text(source: str) -> str:
+    """Return a text of :data:`HUB`, from the hub or its cache, joined as the pruning papers do."""
+    if source == "wikitext2":
+        return "\n\n".join(stream_texts(source, split="test"))
+    return " ".join(islice(stream_texts(source, split="validation"), C4_TEXTS))
 
 
 def list_refusals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

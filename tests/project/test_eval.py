@@ -256,7 +256,8 @@ def test_the_fields_of_every_row_are_the_recipes(name):
 
 def test_format_quality_compares_peers_at_equal_parameters():
     def row(perplexity, removed):
-        return {"perplexity": {"t": perplexity}, "removed": removed, "seconds": 5.0}
+        share = {"removed": removed, "removed_of_model": 0.8 * removed}
+        return {"perplexity": {"t": perplexity}, **share, "seconds": 5.0}
 
     made = {
         "dense": row(10.0, 0.0),
@@ -265,7 +266,7 @@ def test_format_quality_compares_peers_at_equal_parameters():
         f"0.3 | {methods.OURS}": row(14.0, 0.3),
     }
     lines = {line.split("  ")[0]: line for line in quality.format_quality(made).splitlines()}
-    assert lines[f"0.3 | {methods.OURS}"].split()[-4:] == ["14.00", "4.00", "30.00%", "5.0"]
+    assert lines[f"0.3 | {methods.OURS}"].split()[-5:] == ["14.00", "4.00", "30.00%", "24.00%", "5.0"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
 

@@ -127,7 +127,7 @@ def keep_tokenizer(origin: str | None, source: str, output: Path, revision: str 
 
 def _list_saved(processor: Any) -> dict[str, Any]:
     """Return the content of the files that a tokenizer or processor saves, by name."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processor.save_pretrained(folder)
         found = {str(file.relative_to(folder)): file for file in Path(folder).rglob("*") if file.is_file()}
         content: dict[str, Any] = {name: _read_json(file) or file.read_bytes() for name, file in found.items()}

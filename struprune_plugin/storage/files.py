@@ -34,12 +34,13 @@ def replace_file(file: Path) -> Iterator[Path]:
 
 def flush(path: Path) -> None:
     """Flush a file's bytes, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError) if path.is_dir() else nullcontext():  # some network disks cannot flush a folder
+    is_folder = path.is_dir()
+    with suppress(OSError) if is_folder else nullcontext():  # some network disks cannot flush a folder, nor can Windows
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" and not is_folder else os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_place(where: str, folder: Path) -> None:

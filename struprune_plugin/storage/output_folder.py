@@ -5,21 +5,21 @@ Until it is complete it is ``.<name>.partial`` beside the folder, which is locke
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from loguru import logger
 
 from struprune_plugin.runtime.distributed import compute_on_rank0, wait_for_all
 from struprune_plugin.storage.files import check_place, flush
 from struprune_plugin.storage.manifest import MANIFEST_NAME
 
-_NEW, _OLD = "new", "old"  # in the temporary folder: the output, and the earlier one between two renames
+_NEW, _OLD, _LOCK = "new", "old", "lock"  # in the temporary folder: the output, and the earlier one between two renames
 TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's other templates
 _CARRIED = """
     *token*.json vocab.* *vocab*.txt merges.txt bpe.codes dict.txt *.model *.spm *.tiktoken tekken.json normalizer.json
@@ -82,24 +82,21 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
     compute_on_rank0(lambda: check_output(folder, overwrite, inputs))
     folder = folder.resolve()
     scratch = folder.with_name(f".{folder.name}.partial")
-    locks: list[int] = []
+    lock = FileLock(scratch / _LOCK, blocking=False)
 
     def start() -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        lock = os.open(scratch, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+            lock.acquire()
+        except Timeout:
             raise ValueError(
                 f"output_dir: must not be written by another run, got one that writes to {scratch}. Wait for it, or choose "
                 "another folder."
             ) from None
-        locks.append(lock)
         if _restore(scratch, folder):
             check_output(folder, overwrite)
-        for left in scratch.iterdir():
-            shutil.rmtree(left)
+        for left in (_NEW, _OLD):
+            shutil.rmtree(scratch / left, ignore_errors=True)
         (scratch / _NEW).mkdir()
 
     try:
@@ -115,10 +112,16 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
             raise OSError(told) from None
         raise
     finally:
-        for lock in locks:
+        if lock.is_locked:
             _restore(scratch, folder)
-            shutil.rmtree(scratch, ignore_errors=True)
-            os.close(lock)
+            for left in (_NEW, _OLD):
+                shutil.rmtree(scratch / left, ignore_errors=True)
+            with suppress(OSError):  # Windows removes no open file
+                (scratch / _LOCK).unlink()
+            lock.release()
+            with suppress(OSError):
+                (scratch / _LOCK).unlink(missing_ok=True)
+                scratch.rmdir()  # unless another run has begun to write there
 
 
 def _restore(scratch: Path, folder: Path) -> bool:

@@ -23,8 +23,8 @@ from typing import Any
 from eval.ledger import EVAL, PACKAGE, Ledger, Turn, digest_sources, digest_text, identify_model, read_names
 from eval.serve import FACTOR, PROMPTS, TOLERANCE, compare, make_form
 from struprune_plugin.evaluation.scoring import load_checkpoint
-from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.reporting.tables import Table
 
 TINY = "tiny-llama"

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from struprune_plugin import oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL, make_calibration_dataset
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.reporting.tables import Table
 
 FORMS = ("dense", "dense-backend", "value_channels", "head", "none", "uniform", "uniform-padded", "dense-w8a8", "w8a8")

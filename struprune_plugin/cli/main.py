@@ -169,7 +169,7 @@ def convert(
     """
     screen = Screen(as_json, quiet)
     opt.prepare(screen, [str(path)])
-    from struprune_plugin.export.forms import convert_folder
+    from struprune_plugin.export.outputs import convert_folder
     from struprune_plugin.reporting.pages import write_card
     from struprune_plugin.storage.output_folder import write_folder
 

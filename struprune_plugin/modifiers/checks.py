@@ -18,7 +18,7 @@ from loguru import logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.export.stock_config import are_layers_alike, can_hold_heads
+from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -66,9 +66,8 @@ def _list_refusals(
         "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
         "Add sparsity to the recipe.",
     )
-    if recipe.output == "uniform":
-        for condition, problem in _list_obstacles(recipe, model, groups, later):
-            yield condition, f"`output: uniform` {problem}."
+    is_quantised = any(isinstance(other, QuantizationMixin) for other in later)
+    yield from OUTPUTS[recipe.output].check(recipe, model, groups, is_quantised)
     yield (
         recipe.experts is not None and not importance.takes_experts and find_structure(model).has_experts,
         f"`{ranked}` is not defined for the experts of a mixture. Set `experts: none`, or another importance.",
@@ -83,36 +82,6 @@ def _list_refusals(
     yield (
         recipe.budget is not None and importance.aims,
         f"budget: `{ranked}` needs sparsity, on which its scores depend. Give sparsity instead, or choose another importance.",
-    )
-
-
-def _list_obstacles(
-    recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitGroup], later: Sequence[Modifier]
-) -> Iterator[tuple[bool, str]]:
-    """Yield (condition, problem) of what ``output: uniform`` cannot give a model that stock classes load."""
-    name, rule = model.config.model_type, recipe.allocation
-    yield rule.measures, f"gives all layers one size, got `allocation: {rule.rule}`. Set `allocation: uniform`"
-    yield (
-        recipe.attention_unit == "value_channels",
-        "needs values as wide as queries and keys, got `attention_unit: value_channels`. Set `attention_unit: head` or "
-        "`attention_unit: none`",
-    )
-    yield (
-        any(hasattr(module, "nf") for module in model.modules())
-        and any(isinstance(other, QuantizationMixin) for other in later),
-        f"gives {name} its stock class, whose transposed weights llm-compressor does not quantise. Set `output: per_layer`",
-    )
-    yield (
-        not are_layers_alike(model),
-        "needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert the model "
-        "first (struprune convert --to uniform-padded)",
-    )
-    has_choice = recipe.targets != ["re:.*"] or bool(recipe.ignore)
-    yield has_choice, "must cover all decoder layers. Remove targets and ignore"
-    heads = max((group.num_units for group in groups if group.unit.pool == "attention"), default=0)
-    yield (
-        recipe.attention_unit == "head" and not any(can_hold_heads(model, n) for n in range(1, heads)),
-        f"needs all heads of {name}, got `attention_unit: head`. Set it to none",
     )
 
 

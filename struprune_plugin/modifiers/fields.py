@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import check_attention_unit
-from struprune_plugin.export.stock_config import are_layers_alike, select_configurable
+from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
@@ -211,24 +211,17 @@ class PruningFields(StructuredModifier):
 
     allocation: AllocationField = Field(default="error_curve", validate_default=True)  # type: ignore[arg-type]
     reconstruct: Literal[tuple(TARGETS)] = "half_residual"  # type: ignore[valid-type]
-    output: Literal["per_layer", "uniform"] = "per_layer"
+    output: Literal[tuple(OUTPUTS)] = "per_layer"  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _complete_fields(self) -> PruningFields:
-        """Set the allocation of a uniform output, unless the recipe does, without marking it as set."""
-        if self.output == "uniform" and "allocation" not in self.model_fields_set:
-            self.allocation = RULES.parse("uniform")
+        """Set the allocation that the output needs, unless the recipe does, without marking it as set."""
+        rule = OUTPUTS[self.output].default_allocation
+        if rule is not None and "allocation" not in self.model_fields_set:
+            self.allocation = RULES.parse(rule)
             self.model_fields_set.discard("allocation")
         return self
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups that the recipe selects; with ``output: uniform``, only those that a stock class can shrink in all
-        layers alike, and those of whole experts, whose width stays.
-        """
-        groups = super().prepare_groups(model)
-        if self.output != "uniform" or not are_layers_alike(model):  # refused
-            return groups
-        keeps_width = self.experts is not None and self.experts.drops
-        cut = [group for group in groups if not (group.mixture and keeps_width)]
-        chosen = {group.name: group for group in (select_configurable(model, cut) if cut else cut)}
-        return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
+        """Return the groups that the recipe selects and its output can hold."""
+        return OUTPUTS[self.output].select(self, model, super().prepare_groups(model))

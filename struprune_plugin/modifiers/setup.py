@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.export.convert import adopt_config, adopt_stock
+from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
-from struprune_plugin.export.stock_config import can_hold_heads, make_uniform_config
 from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
@@ -62,10 +61,7 @@ class RunSetup(Setup):
     ) -> manifest.Manifest:
         """Give the pruned model its configuration and class; return the manifest of the run."""
         _set_num_experts(model, self.groups)
-        if self.recipe.output == "uniform":
-            adopt_stock(model, make_uniform_config(model))
-        else:
-            adopt_config(model)
+        OUTPUTS[self.recipe.output].adopt(model)
         experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
         removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
         return manifest.Manifest(
@@ -157,8 +153,8 @@ def _allocate_early(
     rule = recipe.allocation
     if not sizes:  # whole experts alone
         return UnitAllocation({}, manifest.AllocationRecord(rule.rule))
-    if recipe.output == "uniform":
-        return allocate_uniformly(sizes, budget, lambda kind, n: kind != "attention" or can_hold_heads(model, n))
+    if (can_keep := OUTPUTS[recipe.output].allocate(model)) is not None:
+        return allocate_uniformly(sizes, budget, can_keep)
     if not rule.measures:
         return rule.decide(sizes, {}, budget)
     if hasattr(rule, "samples"):

@@ -22,7 +22,7 @@ from eval.coverage import mask_dense
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export.convert import adopt_config
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_layouts, measure_layer
 

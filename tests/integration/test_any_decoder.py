@@ -22,7 +22,7 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.export.any_class import list_padded
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 

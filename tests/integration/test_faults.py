@@ -97,7 +97,7 @@ def test_a_run_stopped_at_any_stage_ends_in_one_line_and_leaves_nothing(
 def test_a_conversion_that_is_stopped_leaves_nothing(opt, prune_once, tmp_path, monkeypatch, capfd):
     _, folder = prune_once(opt, "value_channels")
     before = digest(folder)
-    monkeypatch.setattr("struprune_plugin.export.forms.carry_files", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("struprune_plugin.export.outputs.carry_files", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert cli.main(["convert", str(folder), "--to", "uniform-padded", "--output", str(tmp_path / "out")]) == 143
     assert "Traceback" not in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from eval.coverage import make_config
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.export import rehearsal
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens

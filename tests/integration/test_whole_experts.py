@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier, read_manifest
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.structure.tiny import draw_tokens

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export import any_class, convert, modeling_struprune, stock_config
-from struprune_plugin.export.forms import convert_folder
 from struprune_plugin.export.modeling_struprune import narrow, pad
+from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.structure.tiny import build_tiny
 
 FEW = {"num_hidden_layers": 4}

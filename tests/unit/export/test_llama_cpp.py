@@ -1,5 +1,6 @@
 import shutil
 import sys
+from typing import get_type_hints
 
 import numpy
 import pytest
@@ -7,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from struprune_plugin.cli import main as cli
-from struprune_plugin.export.forms import convert_folder
+from struprune_plugin.export import outputs
 from struprune_plugin.export.llama_cpp_gguf import _name_splitting
+from struprune_plugin.export.outputs import CONVERSIONS, convert_folder
 
 gguf = pytest.importorskip("gguf")
 
@@ -66,8 +68,9 @@ def test_gguf_carries_the_chat_template(pruned, kind, tmp_path):
 
 
 def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, tmp_path, monkeypatch, capsys):
-    """Before it asks for the library."""
+    """Before it asks for the library or loads the model."""
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(outputs, "load_whole", lambda *args, **kwargs: pytest.fail("the model is loaded"))
     out = tmp_path / "out"
     assert cli.main(["convert", str(prune_once(opt, "value_channels")[1]), "--to", "gguf", "--output", str(out)]) == 2
     assert "gguf: model_type must be 'llama'" in capsys.readouterr().err
@@ -80,3 +83,7 @@ def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert cli.main(["convert", str(pruned["value_channels"]), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
     assert "pip install" in capsys.readouterr().err
+
+
+def test_the_command_line_offers_every_conversion():
+    assert tuple(get_type_hints(cli.convert)["to"].__args__) == tuple(CONVERSIONS)

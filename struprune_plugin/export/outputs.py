@@ -1,0 +1,212 @@
+"""Forms of an output: those that a recipe names (``output``), and those that ``struprune convert`` makes of a pruned folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from struprune_plugin.export import stock_config
+from struprune_plugin.export.any_class import grow_padded, release_heads, replace_conv1d
+from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_files, keep_generation_settings
+from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
+from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
+from struprune_plugin.model.surgery import grow_group
+from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.runtime.torch_state import reset_torch
+from struprune_plugin.storage.checkpoint import load_whole, read_config
+
+_ALIGNED = 8  # widths of experts are multiples of it: torch's kernels for packed experts need strides of 16 bytes
+
+
+class PerLayerOutput:
+    """Every layer has its own size, and our modelling file travels with the folder."""
+
+    default_allocation: str | None = None  # of a recipe that names no rule; None: the modifier's
+
+    def select(self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return the groups that can be pruned in this form."""
+        return list(groups)
+
+    def check(
+        self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup], is_quantised: bool
+    ) -> Iterator[tuple[bool, str]]:
+        """Yield (condition, sentence) of what a recipe cannot ask for in this form.
+
+        :param is_quantised: whether llm-compressor quantises the model in a later stage
+        """
+        return iter(())
+
+    def allocate(self, model: PreTrainedModel) -> Callable[[str, int], bool] | None:
+        """Return whether a kind of modules may keep n units, the same in all layers; None where each layer has its own number."""
+        return None
+
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Give a pruned model the class and the configuration with which it is saved."""
+        adopt_config(model)
+
+
+class UniformOutput(PerLayerOutput):
+    """All layers have the same size, and stock classes load the folder."""
+
+    default_allocation = "uniform"
+
+    def select(self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays."""
+        if not stock_config.are_layers_alike(model):
+            return list(groups)  # refused by :meth:`check`
+        keeps_width = recipe.experts is not None and recipe.experts.drops
+        cut = [group for group in groups if not (group.mixture and keeps_width)]
+        chosen = {group.name: group for group in (stock_config.select_configurable(model, cut) if cut else cut)}
+        return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
+
+    def check(
+        self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup], is_quantised: bool
+    ) -> Iterator[tuple[bool, str]]:
+        name, rule, unit = model.config.model_type, recipe.allocation, recipe.attention_unit
+        heads = max((group.num_units for group in groups if group.unit.pool == "attention"), default=0)
+        start = "`output: uniform`"
+        yield (
+            rule.measures,
+            f"{start} gives all layers one size, got `allocation: {rule.rule}`. Set `allocation: uniform`.",
+        )
+        yield (
+            unit == "value_channels",
+            f"{start} needs values as wide as queries and keys, got `attention_unit: value_channels`. Set `attention_unit: head` "
+            "or `attention_unit: none`.",
+        )
+        yield (
+            is_quantised and any(hasattr(module, "nf") for module in model.modules()),
+            f"{start} gives {name} its stock class, whose transposed weights llm-compressor does not quantise. Set `output: "
+            "per_layer`.",
+        )
+        yield (
+            not stock_config.are_layers_alike(model),
+            f"{start} needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert "
+            "the model first (struprune convert --to uniform-padded).",
+        )
+        has_choice = recipe.targets != ["re:.*"] or bool(recipe.ignore)
+        yield has_choice, f"{start} must cover all decoder layers. Remove targets and ignore."
+        can_hold = self.allocate(model)
+        yield (
+            unit == "head" and not any(can_hold("attention", n) for n in range(1, heads)),
+            f"{start} needs all heads of {name}, got `attention_unit: head`. Set it to none.",
+        )
+
+    def allocate(self, model: PreTrainedModel) -> Callable[[str, int], bool]:
+        return lambda kind, n: kind != "attention" or stock_config.can_hold_heads(model, n)
+
+    def adopt(self, model: PreTrainedModel) -> None:
+        adopt_stock(model, stock_config.make_uniform_config(model))
+
+
+class UniformPadded:
+    """All layers padded with zeros to the largest; stock classes load it."""
+
+    def check(self, config: Any, source: Path) -> None:
+        """Raise ValueError where a folder cannot be converted.
+
+        :param config: of the dense model
+        """
+
+    def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
+        """Write a loaded model, which is changed, to an empty folder."""
+        _pad_layers(model)
+        with keep_generation_settings():
+            model.save_pretrained(output)
+        carry_files(str(source), output, model.config)
+
+
+class GGUF(UniformPadded):
+    """One file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys."""
+
+    def check(self, config: Any, source: Path) -> None:
+        check_gguf(config, source / "tokenizer.json")
+
+    def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
+        config = make_dense_config(model.config)
+        grow_padded(model)
+        write_gguf(model, config, source, output / FILE_NAME)
+
+
+OUTPUTS = {"per_layer": PerLayerOutput(), "uniform": UniformOutput()}
+CONVERSIONS = {"uniform-padded": UniformPadded(), "gguf": GGUF()}
+
+
+@reset_torch()
+def convert_folder(source: Path, form: str, output: Path, trust_remote_code: bool = False) -> None:
+    """Write a pruned folder in another form, with the same function and other shapes.
+
+    :param form: a name of :data:`CONVERSIONS`
+    :param output: an empty folder
+    :param trust_remote_code: run the code that comes with the folder, which a class outside transformers needs
+    :raises ValueError: the folder is not a pruned one in the per-layer form, is quantised, or cannot be converted, before it is
+        loaded; or it is not whole
+    """
+    config = read_config(str(source), trust_remote_code=trust_remote_code)  # refuses in its own words
+    if not is_pruned(type(config)):
+        name = (config.architectures or [type(config).__name__])[0]
+        raise ValueError(
+            f"{source}: must be a pruned folder in the per-layer form, got a stock {name}. It loads as it is, without a "
+            "conversion."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{source}: must not be quantised, got a quantised model. Convert the unquantised output, and quantise afterwards."
+        )
+    CONVERSIONS[form].check(make_dense_config(config), source)
+    model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)
+    CONVERSIONS[form].write(model, source, output)
+
+
+def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:
+    """Grow groups of heads or channels in place to at least ``wanted`` units each, by zeros after the present ones."""
+    for group, num_units in zip(groups, wanted, strict=True):
+        if group.num_units < num_units:
+            layer, present = model.get_submodule(group.layer_name), torch.arange(group.num_units)
+            grow_group(layer, group.resize(num_units), present)
+
+
+def _pad_layers(model: PreTrainedModel) -> None:
+    """Pad values to the dense width, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
+    dense, changes = stock_config.build_stock(model, {})[0], dict[str, int]()
+    replace_conv1d(dense)
+    release_heads(model)
+    grow_padded(model)
+    now, before = stock_config.list_sizes(model), stock_config.list_sizes(dense)
+    if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
+        most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
+        heads = next(count for count in range(most, every + 1) if stock_config.can_hold_heads(model, count))
+        changes = stock_config.change_heads(model, heads)
+        groups = find_groups(model, "head", prune_ffn=False)
+        _pad(model, groups, [heads] * len(groups))
+    whole = [group.num_units for group in _list_ffns(dense)]
+    if whole:
+        groups, widths = _list_ffns(model), dict[int, int]()
+        for group, wide in zip(groups, whole, strict=True):
+            width = min(-(-group.num_units // _ALIGNED) * _ALIGNED, wide) if group.mixture else group.num_units
+            widths[wide] = max(widths.get(wide, 0), width)
+        _pad(model, groups, [widths[wide] for wide in whole])
+    try:
+        config = stock_config.find_stock_config(model, changes)
+    except ValueError:  # no key of the configuration holds the width
+        if not whole:
+            raise
+        _pad(model, _list_ffns(model), whole)
+        config = stock_config.find_stock_config(model, changes)
+    adopt_stock(model, config)
+
+
+def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
+    """Return the groups of a model's FFNs and of its experts, which are split in place; empty where it has none."""
+    structure = find_structure(model)
+    if structure.has_experts:
+        take_apart(model)
+    has_ffns = any(kind.ffns for kind in structure.kinds)
+    return find_groups(model, "none", prune_experts=True) if has_ffns or structure.has_experts else []

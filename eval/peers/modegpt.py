@@ -27,10 +27,10 @@ from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.linalg.solve import sqrt_psd
+from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, read_weight, set_consumer, set_weight, slice_group
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 
 FAMILIES = (
     "llama",
@@ -103,8 +103,13 @@ def _prune(folder: str, windows: Tensor, sparsity: float, query_key: bool, follo
 
 def _pick(groups: Sequence[UnitGroup]) -> tuple[UnitGroup, UnitGroup]:
     """Return a layer's attention and its FFN."""
-    attention, ffn = (next(g for g in groups if g.module_kind == kind) for kind in ("attention", "ffn"))
+    attention, ffn = (next(g for g in groups if g.unit.pool == kind) for kind in ("attention", "ffn"))
     return attention, ffn
+
+
+def _find_query_key(layer: nn.Module, attention: UnitGroup) -> list[nn.Linear]:
+    (values,) = attention.producers
+    return [find_linear(layer, f"{values.rpartition('.')[0]}.{name}") for name in ("q_proj", "k_proj")]
 
 
 # -- how much goes ---------------------------------------------------------------------------------------------------
@@ -131,8 +136,7 @@ class LayerShape:
     def read(cls, layer: nn.Module, groups: Sequence[UnitGroup], query_key: bool, rotary: bool) -> LayerShape:
         attention, ffn = _pick(groups)
         width, step = attention.num_units // attention.num_blocks, 2 if rotary else 1
-        names = [f"{attention.attention}.{name}" for name in ("q_proj", "k_proj")]
-        both = sum(p.numel() for name in names for p in find_linear(layer, name).parameters())
+        both = sum(p.numel() for linear in _find_query_key(layer, attention) for p in linear.parameters())
         pairs = width // step if query_key else 0
         costs = (both * step // width, attention.num_blocks * attention.unit_cost, ffn.unit_cost)
         return cls(pairs, step, width, ffn.num_units, costs)
@@ -266,7 +270,7 @@ def decompose_values(gram: Tensor, values: Tensor, outputs: Tensor, rank: int) -
 
 def _cut_query_key(layer: nn.Module, group: UnitGroup, gram: Tensor, num_keep: int, step: int) -> None:
     """Set the rows of queries and keys that go to zero."""
-    linears = [find_linear(layer, f"{group.attention}.{name}") for name in ("q_proj", "k_proj")]
+    linears = _find_query_key(layer, group)
     weights = [append_bias(*read_weight(linear)) for linear in linears]
     width = len(weights[1]) // group.num_blocks
     queries, keys = (weight.view(group.num_blocks, -1, width, weight.shape[1]) for weight in weights)

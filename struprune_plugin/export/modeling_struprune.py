@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -150,6 +151,7 @@ def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any
             if type(getattr(module, "config", None)) is type(config):
                 module.config = config
         fit_layers(self, config.layout)
+        check_parts(self, config.layout)
 
     def save_pretrained(self, *args, **kwargs):
         follow_layers(self)
@@ -229,6 +231,34 @@ def fit_layers(model: Any, layout: Layout) -> None:
             owner, own = find_owner(layer, name)
             old = getattr(owner, own)
             setattr(owner, own, nn.Parameter(old.new_empty(shape), old.requires_grad))
+
+
+def check_parts(model: Any, layout: Layout) -> None:
+    """Raise ValueError where the processes of tensor parallelism, where a model is loaded for it, cannot share a layer evenly."""
+    told = getattr(model.config, "distributed_config", None)
+    ranks = getattr(told, "tp_size", None) or 1
+    if ranks == 1:
+        return
+    plan = told.tp_plan if isinstance(told.tp_plan, dict) else getattr(model, "tp_plan", None) or {}
+    styles = {name.rpartition(".*.")[2]: style for name, style in plan.items()}
+    none: list[Any] = [{}] * len(layout["linears"])
+    found = find_layers(model, layout), layout["linears"], layout.get("parameters", none)
+    for index, (layer, linears, parameters) in enumerate(zip(*found, strict=False)):
+        sizes = {name: shape[-1] for name, shape in parameters.items() if styles.get(name) == "rowwise"}
+        for name, said in linears.items():
+            side, axis = {"colwise": ("pad", 0), "rowwise": ("narrow", 1)}.get(styles.get(name), ("", 0))
+            if form := said.get(side):
+                sizes[name] = (
+                    form["blocks"] if form["blocks"] > 1 else math.gcd(*(each[0] for each in form["segments"]))
+                )
+            elif side:
+                sizes[name] = said["shape"][axis] // getattr(find_owner(layer, name)[0], "head_dim", 1)
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ValueError(
+                    f"{layout['layers']}.{index}.{name}: must have heads or channels that tp_size={ranks} divides, got {size}. "
+                    f"Choose another tp_size, or prune with `width_multiple: {ranks}` and `attention_unit: value_channels`."
+                )
 
 
 def find_layers(model: Any, layout: Layout) -> Any:
@@ -407,7 +437,7 @@ def _take_part(form: Form, found: int, width: int) -> tuple[int, list[list[int]]
         return blocks // ranks, segments
     if rest or blocks > 1 or any(each[0] % ranks for each in segments):
         raise ValueError(
-            f"tensor parallelism: every process must have whole heads, got {found} of {width} channels with (heads, kept "
-            f"channels, channels) {segments}. Use a number of processes that divides the numbers of heads."
+            f"tensor parallelism: must leave every process whole heads, got {found} of {width} channels. Use a number of "
+            "processes that divides the number of heads."
         )
     return blocks, [[count // ranks, kept, dense] for count, kept, dense in segments]

@@ -74,6 +74,7 @@ class MomentSums:
 
     The bias' row of H and column of C are sums over tokens, and the width of the products is padded to a multiple of 8.
     Bfloat16 inputs are multiplied as they are and accumulated in float32 where the device can: the products are exact and faster.
+    Where they are weighted, they are rounded to bfloat16 once more.
     On a GPU, targets are split into two bfloat16 parts, which hold 16 of their bits.
 
     :param sizes: (n, d): inputs and outputs of the linear
@@ -102,22 +103,24 @@ class MomentSums:
 
         :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
-        narrow = weights is None and _multiplies_narrow(inputs, self._dtype)
+        narrow, rounds = _multiplies_narrow(inputs, self._dtype), inputs.dtype is torch.bfloat16
         fetch = self._fetch or (lambda tensor: tensor)
         tokens = min(_FETCHED if self._fetch else len(inputs), len(inputs) if inputs.is_cuda else _TERMS)
         pieces, extra = inputs.split(tokens), self._cross.shape[1] - inputs.shape[1]
         factors = [None] * len(pieces) if weights is None else weights.to(self._dtype).split(tokens)
         for part, wanted, factor in zip(pieces, targets.split(tokens), factors, strict=True):
-            part, wanted = part.to(part.dtype if narrow else self._dtype), wanted.to(self._dtype)
+            wanted = wanted.to(self._dtype)
             if factor is not None:
-                part, wanted = part * factor[:, None], wanted * factor[:, None]
+                part, wanted = part.to(self._dtype) * factor[:, None], wanted * factor[:, None]
+                part = part.bfloat16() if rounds else part
+            part = part if narrow else part.to(self._dtype)
             ones = wanted.new_ones(len(part)) if factor is None else factor
             weighed = (part, wanted) if factor is None else (part * factor[:, None], wanted * factor[:, None])
             input_sum, target_sum = (values.sum(0, dtype=self._dtype) for values in weighed)
             self._sums.add_(fetch(torch.cat([input_sum, _sum_absolute(part), target_sum, ones.square().sum()[None]])))
             self._target_energy.add_(fetch(_measure_energy(wanted)))
             part = torch.nn.functional.pad(part, (0, extra)) if extra else part
-            with _multiply_as_bfloat16(weights is None and inputs.dtype is torch.bfloat16):
+            with _multiply_as_bfloat16(rounds):
                 for block in self._upper:
                     right = part[:, -block.shape[1] :]
                     self._add_product(block, right[:, : len(block)], right)

@@ -33,8 +33,15 @@ from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import summarize_output
 from struprune_plugin.runtime.distributed import join_processes
+from struprune_plugin.runtime.model_state import rest_model
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
-from struprune_plugin.storage.checkpoint import check_checkpoint, is_packed, load_tokenizer, note_left_out
+from struprune_plugin.storage.checkpoint import (
+    check_checkpoint,
+    check_written,
+    is_packed,
+    load_tokenizer,
+    note_left_out,
+)
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -119,9 +126,10 @@ def oneshot(
             model = load_model(model, config, kwargs, offloaded)
         copy_inference_tensors(model)
         note_left_out(model, source, revision)
-        with _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
+        with rest_model(model), _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
             compressed = host_oneshot(model=model, recipe=loaded, **kwargs)
         if folder is not None and is_source_process():
+            check_written(folder, compressed)
             write_recipe(loaded, folder)
             keep_tokenizer(origin, source, folder, revision)
             carry_files(source, folder, compressed.config, revision)

@@ -20,7 +20,7 @@ from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.torch_state import reset_torch
-from struprune_plugin.storage.checkpoint import load_whole, read_config
+from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
 
 _ALIGNED = 8  # widths of experts are multiples of it: torch's kernels for packed experts need strides of 16 bytes
 
@@ -120,6 +120,7 @@ class UniformPadded:
         _pad_layers(model)
         with keep_generation_settings():
             model.save_pretrained(output)
+        check_written(output, model)
         carry_files(str(source), output, model.config)
 
 

@@ -15,18 +15,18 @@ from compressed_tensors.offload import load_offloaded_model
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.pytorch.model_load.helpers import parse_dtype
 from llmcompressor.recipe import Recipe
+from peft import PeftModel
 from torch import nn
 from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from struprune_plugin.evaluation.text import check_dataset
-from struprune_plugin.export.any_class import build_dense
-from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.structure.tiny import find_auto_class
+from struprune_plugin.modifiers.loaded_model import check_loaded
 from struprune_plugin.settings.registry import shorten_value, suggest
 from struprune_plugin.storage.checkpoint import is_packed, load_whole
-from struprune_plugin.storage.files import check_place, shorten_error
+from struprune_plugin.storage.files import MERGE, check_place, shorten_error
 
 _PRECISIONS = r"auto|None|full|half|(torch\.)?(float32|bfloat16|float16)"  # llm-compressor treats any other as auto
 # parameters of our oneshot alone
@@ -57,10 +57,11 @@ def check_arguments(
     for name, remedy in _REFUSED.items():
         if kwargs.get(name):
             raise ValueError(f"{name}: must be left out, got {shorten_value(kwargs[name])}. {remedy}")
+    if isinstance(model, PeftModel):
+        raise ValueError(f"model: must carry no adapters, got {', '.join(model.peft_config)}. {MERGE}")
     if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
         raise ValueError(
-            f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these; merge adapters "
-            "of peft first (model.merge_and_unload())."
+            f"model: must be a folder, a hub name or a loaded model, got {type(model).__name__}. Pass one of these."
         )
     if isinstance(model, PreTrainedModel):
         _check_loaded(model)
@@ -76,7 +77,9 @@ def check_arguments(
 
 
 def _check_loaded(model: PreTrainedModel) -> None:
-    """Raise if a loaded model cannot generate or be saved, or if its weights are not there or are not the configuration's."""
+    """Raise if a loaded model cannot generate or be saved, if its weights are not there, or as
+    :func:`check_loaded`."""
+    check_loaded(model)
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -98,18 +101,6 @@ def _check_loaded(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: generation_config must be one that transformers can save, got {shorten_error(error)}. Correct it."
         ) from None
-    if is_pruned(type(model)):
-        return
-    made = build_dense(type(model), model.config)
-    wanted, found = ({name: list(p.shape) for name, p in each.named_parameters()} for each in (made, model))
-    for name in sorted({**wanted, **found}):
-        is_split = ".experts." in name and (name not in wanted or name not in found)
-        if wanted.get(name) != found.get(name) and not is_split:
-            raise ValueError(
-                f"model: {name} must have the shape {wanted.get(name)} that {type(model).__name__} makes of its configuration, got "
-                f"{found.get(name)}. Correct the model, or the configuration (resize_token_embeddings for other tokens, "
-                "tie_word_embeddings for a head)."
-            )
 
 
 def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], folder: Path | None) -> PreTrainedModel:

@@ -7,6 +7,8 @@ from typing import Any
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
 
+from struprune_plugin.modifiers.loaded_model import check_loaded
+from struprune_plugin.runtime.model_state import rest_model
 from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
 from struprune_plugin.storage.checkpoint import note_left_out
 
@@ -17,22 +19,27 @@ def list_modifiers() -> list[Modifier]:
 
 
 class StageModifier(Modifier):
-    """Base of the plugin's modifiers, which run once, in a separate stage, under torch's defaults."""
+    """Base of the plugin's modifiers, which run once, in a separate stage, under torch's defaults, on a model as its
+    folder gives it."""
 
     @reset_torch()
     def initialize(self, state: State, **kwargs: Any) -> None:
         copy_inference_tensors(state.model)
         if not hasattr(state.model, "left_out"):  # llm-compressor's own oneshot
+            check_loaded(state.model)
             note_left_out(state.model, state.model.config._name_or_path)
-        super().initialize(state, **kwargs)
+        with rest_model(state.model):
+            super().initialize(state, **kwargs)
 
     @reset_torch()
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        super().update_event(state, event, **kwargs)
+        with rest_model(state.model):
+            super().update_event(state, event, **kwargs)
 
     @reset_torch()
     def finalize(self, state: State, **kwargs: Any) -> None:
-        super().finalize(state, **kwargs)
+        with rest_model(state.model):
+            super().finalize(state, **kwargs)
 
     def dump_fields(self) -> dict[str, Any]:
         """Return the recipe fields, without llm-compressor's bookkeeping."""

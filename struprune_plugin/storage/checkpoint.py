@@ -10,26 +10,37 @@ import logging
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from compressed_tensors.offload import disable_onloading
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loguru import logger
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from struprune_plugin.model.structure.finder import find_structure_of
-from struprune_plugin.model.structure.locate import find_stock
+from struprune_plugin.model.structure.locate import PREFIX, find_stock
 from struprune_plugin.model.structure.shrinking import walk_parts
-from struprune_plugin.storage.files import check_model, shorten_error
+from struprune_plugin.storage.files import ADAPTER, MERGE, check_model, shorten_error
 
 # recomputed on loading
 _DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TASK = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]")  # in a class' name, another one than ours
 _MTP = re.compile(r"(^|[._])(mtp|nextn)")
 _COUNTS = (
     "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers mtp_num_layers num_mtp_modules"  # of such layers
@@ -68,11 +79,12 @@ def find_custom_class(model: str, config: PretrainedConfig, revision: str = "mai
 def read_config(model: str, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the configuration of a folder or hub name.
 
-    :raises ValueError: there is no readable configuration
+    :raises ValueError: there is no readable configuration; an adapter is beside it; it is of no causal language model
     """
     check_model(model)
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
+        adapter = None if Path(model).is_dir() else find_adapter_config_file(model, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
         problem = f": {shorten_error(error)}"
         remedy = (
@@ -87,6 +99,27 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got{problem}. {remedy}"
         ) from None
+    if adapter is not None:
+        raise ValueError(f"model: {model!r} must be a model without adapters, got {ADAPTER}. {MERGE}")
+    check_architecture(config.architectures or (), config)
+    return config
+
+
+def check_architecture(names: Sequence[str], config: PretrainedConfig) -> None:
+    """Raise if classes are known, by their names, not to be causal language models or wrappers of one.
+
+    :param names: classes of one checkpoint; no name says nothing, nor does one that is unknown to transformers and names no task
+    """
+    stock, mapped = [name.removeprefix(PREFIX) for name in names], getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in mapped and PREFIX not in mapped["AutoModelForCausalLM"]:
+        return  # custom code says what it is
+    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()]
+    causal = {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
+    if stock and not causal & {*stock} and any(hasattr(transformers, name) or _TASK.search(name) for name in stock):
+        raise ValueError(
+            f"model: must be a causal language model, got {', '.join(stock)} (architectures in its config.json). Choose another "
+            "model; if its weights are such a model's, load them by AutoModelForCausalLM, and save them."
+        )
 
 
 def load_tokenizer(
@@ -208,10 +241,66 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
 def list_tensors(folder: Path) -> set[str]:
     """Return the names of the tensors in a folder's safetensors files, without those of files that cannot be read."""
     names = set[str]()
-    for file in (*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")):
+    for file in _list_files(folder):
         try:
             with safe_open(file, "pt") as opened:
                 names.update(opened.keys())
         except (OSError, SafetensorError):  # loading it raises
             continue
     return names
+
+
+def _list_files(folder: Path) -> list[Path]:
+    return [*folder.glob("model*.safetensors"), *folder.glob("*mtp*.safetensors")]
+
+
+def check_written(folder: Path, model: PreTrainedModel) -> None:
+    """Raise OSError if a folder does not hold the weights of the model that was saved to it: names and shapes of all, one's values.
+
+    Weights under other names, as classes of mixtures are saved, are counted. Linears that are quantised are not looked at.
+    """
+    shapes, files = dict[str, list[int]](), dict[str, Path]()
+    try:
+        for file in _list_files(folder):
+            with safe_open(file, "pt") as opened:
+                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+                files |= dict.fromkeys(opened.keys(), file)
+        held = _list_held(model)
+        known = {name: weight for name, weight in held.items() if name in shapes}
+        stored = {id(weight) for weight in known.values()}
+        missing = {id(weight): (name, weight.numel()) for name, weight in held.items() if id(weight) not in stored}
+        spare = sum(math.prod(shape) for name, shape in shapes.items() if name not in held)
+        problem = ""
+        if sum(count for _, count in missing.values()) > spare:
+            name = next(name for name, _ in missing.values())
+            problem = f"no {name}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+        for name, weight in known.items():
+            if shapes[name] != list(weight.shape):
+                problem = f"{name} of shape {shapes[name]} in place of {list(weight.shape)}"
+        if known and not problem:
+            name = max(known, key=lambda name: (known[name].dim(), name))
+            with safe_open(files[name], "pt") as opened:
+                value, wanted = opened.get_tensor(name), model.get_parameter(name).detach().cpu()
+            problem = (
+                "" if torch.equal(value.nan_to_num(), wanted.to(value).nan_to_num()) else f"other values of {name}"
+            )
+    except (OSError, SafetensorError) as error:
+        problem = shorten_error(error)
+    if problem:
+        raise OSError(
+            f"output_dir: what was written must be the weights of the model, got {problem}. Check the disk, and run again."
+        )
+
+
+def _list_held(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters that a model is saved with, tied ones by each of their names, without those of quantised modules."""
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_save or ()]
+    with disable_onloading():
+        return {
+            name: parameter
+            for place, module in model.named_modules()
+            if not hasattr(module, "quantization_scheme")
+            and not type(module).__module__.startswith("compressed_tensors")
+            for name, parameter in module.named_parameters(place, recurse=False, remove_duplicate=False)
+            if not any(one.search(name) for one in ignored)
+        }

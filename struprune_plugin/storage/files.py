@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+ADAPTER = "adapter_config.json"
+MERGE = "Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model."
+
 
 def is_empty(folder: Path) -> bool:
     """Return whether a folder holds nothing but files that a killed process was writing."""
@@ -65,9 +68,10 @@ def check_model(model: str) -> None:
     remedy = "Correct the path or the name."
     if problem and (place.suffix == ".gguf" or any(place.glob("*.gguf"))):
         problem, remedy = "GGUF, which is for llama.cpp", "Pass the folder of safetensors that it was made from."
-    elif problem and (place / "adapter_config.json").is_file():
-        problem = "an adapter"
-        remedy = "Merge the adapter into its model first (peft's merge_and_unload), and pass the merged model's folder."
+    elif problem and (place / ADAPTER).is_file():
+        problem, remedy = "an adapter", MERGE
+    elif (place / ADAPTER).is_file():
+        problem, remedy = f"an adapter beside it ({ADAPTER})", f"{MERGE} If it is merged already, remove that file."
     if problem:
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got {problem}. {remedy}"

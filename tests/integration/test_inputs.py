@@ -14,7 +14,6 @@ from helpers.families import make_model
 from helpers.mixtures import make_mixture
 from helpers.models import make_dataset, run_oneshot, save_model
 from loguru import logger
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -502,15 +501,3 @@ def test_torch_s_state_around_any_entry_changes_nothing(state, plain, tmp_path, 
     for found, kept in zip(weights, wanted, strict=True):
         assert found.keys() == kept.keys()
         assert all(torch.equal(found[name], kept[name]) for name in kept)
-
-
-@pytest.mark.parametrize(
-    ("adapt", "told"),
-    [
-        (get_peft_model, "got PeftModel.* merge adapters of peft first"),
-        (lambda model, config: model.add_adapter(config) or model, "must have the shape None that"),
-    ],
-)
-def test_a_model_with_adapters_is_refused(adapt, told, llama):
-    with pytest.raises(ValueError, match=told):
-        run(adapt(load(llama), LoraConfig(target_modules=["q_proj"])))

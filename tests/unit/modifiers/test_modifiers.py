@@ -8,6 +8,7 @@ from datasets import Dataset
 from helpers.models import DEFAULT, make_dataset, make_opt, run_oneshot, save_opt
 from helpers.recovery_loop import changed, weights_of
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.coverage import mask_dense
@@ -421,13 +422,17 @@ def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_
 def test_calibration_passes_end_where_all_is_seen(opt):
     """Attention's statistics need no FFN: their pass ends once the output projection has run. The last one needs no attention."""
     model = OPTForCausalLM.from_pretrained(opt)
-    calls = {"ffn": 0, "attention": 0}
-
-    def watch(kind, _part, _args):
-        calls[kind] += 1
-
+    calls, kinds = {"ffn": 0, "attention": 0}, {}
     for layer in model.model.decoder.layers:
-        layer.activation_fn.register_forward_pre_hook(functools.partial(watch, "ffn"))
-        layer.self_attn.out_proj.register_forward_pre_hook(functools.partial(watch, "attention"))
-    assert run_oneshot(model, sparsity=0.3, tokenizer=str(opt)) is model
+        kinds |= {layer.activation_fn: "ffn", layer.self_attn.out_proj: "attention"}
+
+    def watch(module, _args):
+        if module in kinds:
+            calls[kinds[module]] += 1
+
+    handle = register_module_forward_pre_hook(watch)
+    try:  # a module's own hooks are no part of a run
+        assert run_oneshot(model, sparsity=0.3, tokenizer=str(opt)) is model
+    finally:
+        handle.remove()
     assert 0 < calls["ffn"] == calls["attention"]

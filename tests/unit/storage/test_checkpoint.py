@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_MODEL
-from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, list_tensors
+from struprune_plugin.storage.checkpoint import check_checkpoint, check_written, find_checkpoint, list_tensors
 
 LAYER = "model.decoder.layers.1.fc2.weight"
 
@@ -160,3 +160,48 @@ def test_a_bin_file_that_is_broken_or_hostile_is_refused_unread(kind, pickled, t
 def test_a_folder_whose_weights_nobody_loads_holds_none(pickled):
     (pickled / "pytorch_model.bin").rename(pickled / "training_args.bin")
     refuse(pickled, "must hold whole weights")
+
+
+def drop_a_tensor(tensors):
+    del tensors["model.decoder.layers.1.fc1.weight"]
+    return r"no model.decoder.layers.1.fc1.weight"
+
+
+def cut_a_tensor(tensors):
+    tensors["model.decoder.layers.1.fc1.weight"] = tensors["model.decoder.layers.1.fc1.weight"][:3].clone()
+    return r".*fc1.weight of shape \[3, 24\] in place of \[40, 24\]"
+
+
+def change_a_value(tensors):
+    for tensor in tensors.values():
+        tensor += 1
+    return r"other values of"
+
+
+def lose_all(tensors):
+    tensors.clear()
+    return r"no .* and \d+ more"
+
+
+@pytest.mark.parametrize("change", [drop_a_tensor, cut_a_tensor, change_a_value, lose_all])
+def test_what_was_written_is_read_back(change, opt, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    model.save_pretrained(tmp_path)
+    check_written(tmp_path, model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    told = change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OSError, match=f"what was written must be the weights of the model, got {told}"):
+        check_written(tmp_path, model)
+
+
+def test_a_file_that_is_cut_short_or_absent_is_not_what_was_written(opt, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(opt)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OSError, match="what was written must be"):
+        check_written(tmp_path, model)
+    file.unlink()
+    with pytest.raises(OSError, match="what was written must be"):
+        check_written(tmp_path, model)

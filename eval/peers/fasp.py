@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
+from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit, record
 from struprune_plugin.layerwise.statistics import GroupSums
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.groups import find_groups

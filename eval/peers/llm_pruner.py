@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval.peers import PeerResult
+from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear

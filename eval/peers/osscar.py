@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
+from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.linalg.elimination import eliminate_units, keep_last, unit_columns
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.groups import find_groups

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import Batches, Fit
+from struprune_plugin.allocation.rounding import expand_counts
 from struprune_plugin.allocation.rules import GroupStatistics, Sizes
 from struprune_plugin.layerwise.calls import States, mark_tokens
 from struprune_plugin.layerwise.capture import replace_weights
@@ -32,7 +33,6 @@ from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics,
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.linalg.second_moments import move_moments, stack, stack_moments, unstack_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import MARGIN, argmin_with_ties

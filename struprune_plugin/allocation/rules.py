@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.linalg.budget import MAX_SPARSITY, allocate_error_curves, meet_budget
-from struprune_plugin.linalg.rounding import (
+from struprune_plugin.allocation.budget import MAX_SPARSITY, allocate_error_curves, meet_budget
+from struprune_plugin.allocation.rounding import (
     GroupSize,
     check_budget,
     expand_counts,
@@ -142,8 +142,8 @@ def allocate_uniformly(
 @RULES.register
 class ErrorCurve(AllocationRule):
     """Least sum of all modules' errors, each by the number of kept units, weighted by the sensitivity
-    (:func:`~struprune_plugin.linalg.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves scaled
-    to the measured divergences. The allocations of both are tried against some nearer to uniform (method.md section 5).
+    (:func:`~struprune_plugin.allocation.budget.allocate_error_curves`). Blocks of modules are then tried alone, and the curves
+    scaled to the measured divergences. The allocations of both are tried against some nearer to uniform (method.md section 5).
 
     :param samples: calibration sequences for the curves; at least four tokens per input of the widest module are used
     :param trial_samples: calibration sequences, the last ones, on which allocations are compared by the KL divergence of the

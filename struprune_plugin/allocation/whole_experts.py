@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts

@@ -16,9 +16,9 @@ from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.linalg.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.model.experts import list_experts
 from struprune_plugin.model.layers import count_prunable_parameters, count_weight_bytes, find_decoder_layers
 from struprune_plugin.model.structure.routing import find_routing, list_counts

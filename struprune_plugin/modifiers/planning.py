@@ -18,11 +18,11 @@ from struprune_plugin.allocation.candidates import (
     propose_blocks,
     take_best,
 )
+from struprune_plugin.allocation.rounding import expand_counts
 from struprune_plugin.allocation.rules import tie_statistics
 from struprune_plugin.allocation.sensitivity import measure_sensitivity
 from struprune_plugin.allocation.whole_experts import score_experts
 from struprune_plugin.layerwise.passes import calibrating
-from struprune_plugin.linalg.rounding import expand_counts
 from struprune_plugin.model.layers import read_hidden_size
 from struprune_plugin.modifiers.budgets import check_widths
 from struprune_plugin.modifiers.setup import RunSetup

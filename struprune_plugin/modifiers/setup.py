@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
-from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.routing import find_routing

@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from struprune_plugin.allocation.budget import MAX_SPARSITY
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.statistics import ModuleView
-from struprune_plugin.linalg.budget import MAX_SPARSITY
 from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
 from struprune_plugin.linalg.second_moments import append_bias, make_moments, measure_error, with_bias_index
 from struprune_plugin.model.layers import find_linear

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation import rules
+from struprune_plugin.allocation.budget import MAX_SPARSITY, meet_budget, spread_sparsity
+from struprune_plugin.allocation.rounding import GroupSize, check_budget, expand_counts, round_kept_counts
 from struprune_plugin.allocation.rules import Budget, GroupStatistics, Sizes
-from struprune_plugin.linalg.budget import MAX_SPARSITY, meet_budget, spread_sparsity
-from struprune_plugin.linalg.rounding import GroupSize, check_budget, expand_counts, round_kept_counts
 from struprune_plugin.linalg.ties import argmin_with_ties, order_scores
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.unit_kind import UnitGroup

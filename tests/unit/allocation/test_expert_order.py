@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.mixtures import make_mixture
 
+from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.whole_experts import Mixture, score_experts
-from struprune_plugin.linalg.rounding import GroupSize
 from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.routing import find_routing, list_counts

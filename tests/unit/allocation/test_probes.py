@@ -9,8 +9,8 @@ from helpers.trials import read_texts, watch_trials
 
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.allocation.candidates import bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import RULES, Budget, GroupStatistics
-from struprune_plugin.linalg.rounding import GroupSize
 
 SIZES = [
     GroupSize(f"{layer}.{kind}", kind, 8, cost, 1)

@@ -8,9 +8,9 @@ from helpers.models import make_dataset, run_oneshot
 from llmcompressor import oneshot as host_oneshot
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
+from struprune_plugin.allocation.rounding import expand_counts, round_kept_counts
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
-from struprune_plugin.linalg.rounding import expand_counts, round_kept_counts
 from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance

@@ -6,8 +6,8 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from struprune_plugin.linalg.budget import allocate_error_curves, spread_sparsity
-from struprune_plugin.linalg.rounding import (
+from struprune_plugin.allocation.budget import allocate_error_curves, spread_sparsity
+from struprune_plugin.allocation.rounding import (
     GroupSize,
     check_budget,
     find_group_sparsity,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from struprune_plugin.linalg.rounding import GroupSize, check_budget, round_kept_counts
+from struprune_plugin.allocation.rounding import GroupSize, check_budget, round_kept_counts
 from struprune_plugin.linalg.ties import round_off
 
 MAX_SPARSITY = 0.95  # paper, Algorithms 2 and 3: the clip of a module's sparsity

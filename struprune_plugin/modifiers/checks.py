@@ -24,11 +24,11 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
-from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.settings.registry import shorten_value
 from struprune_plugin.storage.files import shorten_error
 from struprune_plugin.storage.manifest import CalibrationRecord
+from struprune_plugin.storage.resume_store import digest_tokens
 
 Stages = tuple[Sequence[Modifier], Sequence[Modifier]]
 # modifiers that need the final weights

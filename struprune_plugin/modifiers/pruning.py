@@ -22,10 +22,9 @@ from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.modifiers.stage_modifier import list_modifiers
 from struprune_plugin.pruning.prune_layer import Pruner
-from struprune_plugin.pruning.resume import describe_run
 from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import Manifest, describe_versions, write_manifest
-from struprune_plugin.storage.resume_store import ResumeStore
+from struprune_plugin.storage.resume_store import ResumeStore, describe_run
 
 
 class StruPruneModifier(PruningFields):

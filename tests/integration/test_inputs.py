@@ -39,9 +39,9 @@ from struprune_plugin.evaluation.text import (
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance
 from struprune_plugin.pruning.prune_layer import Pruner
-from struprune_plugin.pruning.resume import digest_tokens
 from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.storage.resume_store import digest_tokens
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 FILES = {  # what tokenizers, processors and llama.cpp's converter read beside the tokenizer that is loaded

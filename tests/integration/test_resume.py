@@ -13,8 +13,7 @@ from helpers.models import CHEAP, make_dataset, run_oneshot, save_model, start_c
 from eval.coverage import make_config
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.model.structure.tiny import build_tiny
-from struprune_plugin.pruning.resume import describe_weights
-from struprune_plugin.storage.resume_store import ResumeStore
+from struprune_plugin.storage.resume_store import ResumeStore, describe_weights
 
 pytestmark = pytest.mark.durable
 

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from struprune_plugin.model.units import find_groups
-from struprune_plugin.model.units.group import UnitGroup, select_groups
 from torch import Tensor, nn
 
 from eval.peers import PeerResult

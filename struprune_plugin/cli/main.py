@@ -98,8 +98,8 @@ def plan(
     """
     screen, changes = Screen(as_json, quiet), opt.read_changes(settings, budget, sparsity=sparsity, effort=effort)
     opt.prepare(screen, [model], recipe)
+    from struprune_plugin.modifiers.plan import Workload, format_plan, plan_run
     from struprune_plugin.recipes.load import load_recipe
-    from struprune_plugin.studies.plan import Workload, format_plan, plan_run
 
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
     found = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
@@ -135,9 +135,9 @@ def eval_(
     if max_tokens and tasks and not text:
         raise ValueError(f"--max-tokens: must come with --text, got {max_tokens} with --tasks alone. Leave it out.")
     opt.prepare(screen, paths)
+    from struprune_plugin.evaluation.scores import Scoring, find_dense, format_scores, list_results, make_scorer
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results
-    from struprune_plugin.studies.scores import Scoring, find_dense, format_scores, list_results, make_scorer
 
     names, source = [name.strip() for name in tasks.split(",") if tasks], text or (None if tasks else DEMO_TEST)
     harness = names, include_path, limit
@@ -250,9 +250,9 @@ def sweep(
         raise ValueError(f"--set: must leave {taken[0]} to --sparsity, which sets it for every point. Remove it.")
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
+    from struprune_plugin.evaluation.scores import Scoring, format_scores, make_scorer
+    from struprune_plugin.evaluation.sweep import DENSE, draw_sweep, pick_point, run_points
     from struprune_plugin.evaluation.text import DEMO_TEST
-    from struprune_plugin.studies.scores import Scoring, format_scores, make_scorer
-    from struprune_plugin.studies.sweep import DENSE, draw_sweep, pick_point, run_points
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
     run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
 from struprune_plugin.model.unit_kind import sort_groups
+from struprune_plugin.modifiers.allocation_pass import AllocationPass
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.modifiers.needs import keep_on_device
-from struprune_plugin.modifiers.planning import Planner
 from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.modifiers.stage_modifier import list_modifiers
 from struprune_plugin.pruning.prune_layer import Pruner
@@ -61,7 +61,7 @@ class StruPruneModifier(PruningFields):
         recipe = setup.recipe
         with enter_device_context(model, recipe.offload) as context, context.stage("whole pass"):
             context.resident = keep_on_device(model, setup, setup.batches)
-            plan, sensitivity = Planner(setup, model, context).decide(self._store)
+            plan, sensitivity = AllocationPass(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             pruner = Pruner(recipe.make_config(self.reconstruct), plan, sensitivity, context)
             with calibrating(model):

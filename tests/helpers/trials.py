@@ -2,7 +2,7 @@
 
 import torch
 
-from struprune_plugin.modifiers import planning
+from struprune_plugin.modifiers import allocation_pass
 
 
 def watch_trials(monkeypatch, choose=None):
@@ -12,13 +12,13 @@ def watch_trials(monkeypatch, choose=None):
     """
     seen = []
 
-    class Watched(planning.Trial):
+    class Watched(allocation_pass.Trial):
         def measure(self, fit, held):
             found = super().measure(fit, held)
             seen.append((self, held, found))
             return found if choose is None else [float(index != choose) for index in range(len(found))]
 
-    monkeypatch.setattr(planning, "Trial", Watched)
+    monkeypatch.setattr(allocation_pass, "Trial", Watched)
     return seen
 
 

@@ -18,8 +18,8 @@ from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.modifiers.plan import Workload, plan_run
 from struprune_plugin.paper.snip import SNIP
-from struprune_plugin.studies.plan import Workload, plan_run
 
 
 def save_mixture(model_type, folder, samples):

@@ -30,7 +30,7 @@ ORDER = [
         "evaluation",
         "recovery",
     ),
-    *("pruning", "allocation", "units", "paper", "modifiers", "recipes", "", "studies", "cli"),
+    *("pruning", "allocation", "units", "paper", "modifiers", "recipes", "", "cli"),
 ]
 
 

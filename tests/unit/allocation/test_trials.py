@@ -16,7 +16,7 @@ from struprune_plugin.linalg.second_moments import accumulate_moments, make_mome
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.modifiers import planning
+from struprune_plugin.modifiers import allocation_pass
 
 SAMPLES = 12  # of which a quarter is tried
 
@@ -105,7 +105,7 @@ def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp
 def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(family, save_family, monkeypatch):
     folder, seen = save_family(family), watch_trials(monkeypatch)
     for keeps in (True, False):
-        monkeypatch.setattr(planning.curves, "can_keep_moments", lambda *_, keeps=keeps: keeps)
+        monkeypatch.setattr(allocation_pass.curves, "can_keep_moments", lambda *_, keeps=keeps: keeps)
         prune(folder)
     for (kept, _, found), (anew, _, again) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         assert found == again

@@ -5,8 +5,8 @@ from helpers.models import make_dataset
 
 from struprune_plugin import oneshot
 from struprune_plugin.modifiers.needs import Workload
+from struprune_plugin.modifiers.plan import plan_run
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.studies.plan import plan_run
 
 WHOLE = {"attention_unit": "none", "output": "uniform"}
 FIELDS = [

@@ -11,9 +11,9 @@ from huggingface_hub import ModelCard
 
 from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation import scores
 from struprune_plugin.reporting.pages import make_page, write_card
 from struprune_plugin.storage.manifest import ExpertsRecord, ResultRecord
-from struprune_plugin.studies import scores
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 

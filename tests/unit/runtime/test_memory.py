@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from eval.account import CountedContext, LiveBytes, count_memory
 from struprune_plugin import read_manifest
 from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.modifiers.plan import Workload, plan_run
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.studies.plan import Workload, plan_run
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 from loguru import logger
 from tqdm import tqdm
 
+from struprune_plugin.evaluation.scores import Score
 from struprune_plugin.storage.files import is_empty, write_whole
-from struprune_plugin.studies.scores import Score
 
 FILE_NAME, DENSE = "sweep.json", "dense"
 

@@ -6,9 +6,9 @@ import pytest
 
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.options import read_pick, read_sparsities
+from struprune_plugin.evaluation import sweep as sweeping
+from struprune_plugin.evaluation.sweep import pick_point
 from struprune_plugin.recipes.shipped import find_recipe
-from struprune_plugin.studies import sweep as sweeping
-from struprune_plugin.studies.sweep import pick_point
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 SCORED = ["--window", "32", "--max-tokens", "512"]

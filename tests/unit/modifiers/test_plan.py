@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
+from struprune_plugin.modifiers.plan import Workload, build_shapes, plan_run
 from struprune_plugin.recipes.load import load_recipe
 from struprune_plugin.reporting.tables import measure_weight_bytes
-from struprune_plugin.studies.plan import Workload, build_shapes, plan_run
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 

@@ -36,8 +36,8 @@ _PART = "allocation"  # name in the store
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Planner that measures the dense model on calibration data and makes the plan of the pruning stage."""
+class AllocationPass:
+    """AllocationPass that measures the dense model on calibration data and makes the plan of the pruning stage."""
 
     setup: RunSetup
     model: PreTrainedModel

@@ -1,1 +1,0 @@
-"""Studies of pruning runs: plan, scores, sweep."""

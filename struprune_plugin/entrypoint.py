@@ -24,6 +24,7 @@ from struprune_plugin.evaluation.text import prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.export.older_readers import find_origin, keep_tokenizer
 from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_pruned
@@ -42,6 +43,7 @@ from struprune_plugin.storage.checkpoint import (
     load_tokenizer,
     note_left_out,
 )
+from struprune_plugin.storage.files import check_room
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -98,9 +100,8 @@ def oneshot(
     named = [source, recipe, offloaded]
     named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
-    store = None
+    store, pruning = None, next((each for each in loaded.modifiers if isinstance(each, StruPruneModifier)), None)
     if checkpoint_dir is not None:
-        pruning = next((modifier for modifier in loaded.modifiers if isinstance(modifier, StruPruneModifier)), None)
         if pruning is None:
             raise ValueError(
                 "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
@@ -115,6 +116,8 @@ def oneshot(
         if output_dir is not None:
             folder = stack.enter_context(write_folder(Path(output_dir), overwrite, inputs))
             kwargs["output_dir"] = str(folder)
+            if pruning is not None:
+                pruning.set_output(folder)
         origin = find_origin(kwargs.get("tokenizer") or kwargs.get("processor") or source, trusts)
         if isinstance(tokenizer := kwargs.get("tokenizer"), (str, os.PathLike)):
             kwargs["tokenizer"] = load_tokenizer(tokenizer, trust_remote_code=trusts)
@@ -124,6 +127,8 @@ def oneshot(
         kwargs = prepare_dataset(model, kwargs, window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
+        if folder is not None and pruning is None:
+            check_room([("output_dir", folder, count_weight_bytes(model) // 8)])  # float32 at 4 bits
         copy_inference_tensors(model)
         note_left_out(model, source, revision)
         with rest_model(model), _adapt_host(config, model, loaded.modifiers), keep_generation_settings():

@@ -15,12 +15,14 @@ from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_fil
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
+from struprune_plugin.storage.files import check_room
 
 _ALIGNED = 8  # widths of experts are multiples of it: torch's kernels for packed experts need strides of 16 bytes
 
@@ -118,6 +120,7 @@ class UniformPadded:
     def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
         """Write a loaded model, which is changed, to an empty folder."""
         _pad_layers(model)
+        check_room([("output_dir", output, count_weight_bytes(model))])
         with keep_generation_settings():
             model.save_pretrained(output)
         check_written(output, model)
@@ -133,6 +136,7 @@ class GGUF(UniformPadded):
     def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
         config = make_dense_config(model.config)
         grow_padded(model)
+        check_room([("output_dir", output, count_weight_bytes(model))])
         write_gguf(model, config, source, output / FILE_NAME)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import llmcompressor
+import psutil
 import torch
 from compressed_tensors.offload import load_offloaded_model
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
@@ -25,8 +26,8 @@ from struprune_plugin.evaluation.text import check_dataset
 from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.modifiers.loaded_model import check_loaded
 from struprune_plugin.settings.registry import shorten_value, suggest
-from struprune_plugin.storage.checkpoint import is_packed, load_whole
-from struprune_plugin.storage.files import MERGE, check_place, shorten_error
+from struprune_plugin.storage.checkpoint import find_checkpoint, is_packed, load_whole
+from struprune_plugin.storage.files import MERGE, check_place, check_room, shorten_error
 
 _PRECISIONS = r"auto|None|full|half|(torch\.)?(float32|bfloat16|float16)"  # llm-compressor treats any other as auto
 # parameters of our oneshot alone
@@ -37,6 +38,7 @@ _REFUSED = {  # what would be ignored, or would put the model elsewhere -> what 
     "stage": "Give a recipe of that stage alone.",
     "use_loss_mask": "All tokens that attention_mask admits count.",
 }
+_LEFT_FREE = 5 * 10**9  # bytes of the host's memory that an offloaded model leaves free
 _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
@@ -119,6 +121,9 @@ def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], fold
     if folder is None:
         model = load_whole(auto, path, **options)
     else:
+        stored = find_checkpoint(path, options["revision"])
+        held = sum(file.stat().st_size for file in stored.glob("*.safetensors")) if stored else 0
+        check_room([("offload_folder", folder, max(0, held + _LEFT_FREE - psutil.virtual_memory().available))])
         folder.mkdir(parents=True, exist_ok=True)
 
         class Whole:  # llm-compressor's loader replaces its ``from_pretrained`` by one that offloads

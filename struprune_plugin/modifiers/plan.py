@@ -11,7 +11,6 @@ from llmcompressor.modifiers import Modifier
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from struprune_plugin.allocation.rules import allocate_uniformly
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
 from struprune_plugin.model.structure.tiny import find_class
@@ -69,11 +68,8 @@ def plan_run(
     pruning: StruPruneModifier = modifiers[place]
     setup = set_up(pruning, model, (modifiers[:place], modifiers[place + 1 :]))
     groups, budget, mixture = setup.groups, setup.budget, setup.mixture
-    kept = (setup.early or allocate_uniformly(setup.sizes, budget)).kept
-    removed = sum((group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in groups)
-    experts = ""
+    removed, experts = setup.count_removed(), ""
     if mixture is not None and budget.num_experts is not None:
-        removed += (mixture.counts[0] - budget.num_experts) * mixture.cost
         experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
     parameters, held = count_parameters(model), count_weight_bytes(model)
     left = held - removed * model.dtype.itemsize

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.quantization import QuantizationMixin
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils.data import RandomSampler
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.export.convert import adopt_paddings, wrap_save
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context
+from struprune_plugin.model.layers import count_weight_bytes, find_layouts
 from struprune_plugin.model.unit_kind import sort_groups
 from struprune_plugin.modifiers.allocation_pass import AllocationPass
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
@@ -23,6 +26,7 @@ from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.modifiers.stage_modifier import list_modifiers
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.storage.files import check_room
 from struprune_plugin.storage.manifest import Manifest, describe_versions, write_manifest
 from struprune_plugin.storage.resume_store import ResumeStore, describe_run
 
@@ -44,11 +48,13 @@ class StruPruneModifier(PruningFields):
     _stages: tuple[Sequence[Modifier], Sequence[Modifier]] = PrivateAttr(default=((), ()))  # before, behind
     _setup: RunSetup | None = PrivateAttr(default=None)
     _store: ResumeStore | None = PrivateAttr(default=None)
+    _output: Path | None = PrivateAttr(default=None)
     _finish: Callable[[PreTrainedModel], Manifest] | None = PrivateAttr(default=None)  # set by a whole pass
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         self._stages = self.split_recipe()
         self._setup = prepare_run(self, state.model, state.data.calib, self._stages)
+        self._check_room(self._setup, state.model)
         self._open_store(state, self._setup.batches)
         return True
 
@@ -75,6 +81,24 @@ class StruPruneModifier(PruningFields):
             return True  # llm-compressor finalises an aborted run: nothing to export
         wrap_save(state.model, partial(write_manifest, self._finish(state.model)))
         return True
+
+    def set_output(self, folder: Path) -> None:
+        """Set the folder that the run will write, whose disk is checked for room."""
+        self._output = folder
+
+    def _check_room(self, setup: RunSetup, model: PreTrainedModel) -> None:
+        """Raise if the disks lack the room for the output, at 4 bits if it will be quantised, and for the finished layers."""
+        size, layers = count_weight_bytes(model), [layer for layer, _ in find_layouts(model)]
+        inside = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+        removed = setup.count_removed() * model.dtype.itemsize
+        if any(isinstance(other, QuantizationMixin) for other in self._stages[1]):
+            written = (size - removed) // (2 * model.dtype.itemsize)
+        else:
+            written = size - removed
+        wanted = [] if self._output is None else [("output_dir", self._output, written)]
+        if self._store is not None:
+            wanted.append(("checkpoint_dir", self._store.folder, max(0, inside - removed - self._store.count_bytes())))
+        check_room(wanted)
 
     def set_store(self, store: ResumeStore) -> None:
         """Set the store of finished parts, from which a killed run resumes."""

@@ -43,6 +43,16 @@ class Setup:
     mixture: Mixture | None  # whole experts that may be removed
     early: UnitAllocation | None  # plan of a rule that needs no calibration data
 
+    def count_removed(self) -> int:
+        """Return the parameters that go; how they spread over the layers may need calibration data, their sum does not."""
+        kept = (self.early or allocate_uniformly(self.sizes, self.budget)).kept
+        removed = sum(
+            (group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
+        )
+        if self.mixture is not None and self.budget.num_experts is not None:
+            removed += (self.mixture.counts[0] - self.budget.num_experts) * self.mixture.cost
+        return removed
+
 
 @dataclass(frozen=True)
 class RunSetup(Setup):

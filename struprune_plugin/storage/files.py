@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -56,6 +58,22 @@ def check_place(where: str, folder: Path) -> None:
         raise ValueError(
             f"{where}: must be in a folder that can be written, got {place}, which cannot. Choose another path."
         )
+
+
+def check_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
+    """Raise if a disk lacks the room for what a run writes.
+
+    :param wanted: name of the setting, for messages, its folder, which need not exist, and bytes
+    """
+    asked = Counter[int]()
+    for where, folder, size in wanted:
+        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        asked[device := place.stat().st_dev] += size
+        if asked[device] > (free := shutil.disk_usage(place).free):
+            raise ValueError(
+                f"{where}: the disk must have {format_bytes(asked[device])} free for what the run writes, got "
+                f"{format_bytes(free)} at {place}. Free disk space, or choose a folder on another disk."
+            )
 
 
 def check_model(model: str) -> None:

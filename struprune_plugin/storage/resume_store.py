@@ -115,6 +115,10 @@ class ResumeStore:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the finished parts."""
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
     def clear(self) -> None:
         """Remove the files of the store, once the run is over."""
         for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.partial"), self.folder / _RUN):

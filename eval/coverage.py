@@ -182,7 +182,7 @@ class Case:
     def unit(self) -> Any:
         """The attention unit, ``none`` where only FFN channels can go."""
         replace_conv1d(self.tiny)
-        if find_structure(self.tiny).has_experts:
+        if find_structure(self.tiny).has_mixtures:
             take_apart(self.tiny)
         try:
             find_groups(self.tiny, "value_channels", prune_ffn=False)

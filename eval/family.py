@@ -35,7 +35,7 @@ def find_sparsity(large: str, small: str) -> float:
     :raises SystemExit: the small one is not smaller, or the linears hold less than must go
     """
     model, wanted = load_checkpoint(large, "auto")[0], count_parameters(load_checkpoint(small, "auto")[0])
-    surplus, base = count_parameters(model) - wanted, count_prunable_parameters(model, experts=True)
+    surplus, base = count_parameters(model) - wanted, count_prunable_parameters(model, mixtures=True)
     if not 0 < surplus < base:
         raise SystemExit(
             f"--small: must have fewer parameters than {large}, but more than its {count_parameters(model) - base:,} outside the "

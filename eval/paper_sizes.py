@@ -89,13 +89,13 @@ def count_sizes(name: str, config: PreTrainedConfig) -> ModelSize:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(single)
     layer, layout = find_layouts(model)[0]
-    assert layout.attention is not None
+    attention_units, ffn_units = layout.units[:2]
 
     def count(names: Sequence[str]) -> int:
         return sum(p.numel() for linear in names for p in find_linear(layer, linear).parameters())
 
-    ffn = count([*layout.ffns[0].producers, layout.ffns[0].output])
-    attention = count([*layout.attention.linears])
+    ffn = count(ffn_units.list_linears())
+    attention = count([*dict.fromkeys(attention_units.list_linears())])
     per_layer = sum(parameter.numel() for parameter in layer.parameters())
     total = model.num_parameters() + (config.num_hidden_layers - 1) * per_layer
     return ModelSize(name, config.hidden_size, config.num_hidden_layers, total, per_layer, ffn, attention)

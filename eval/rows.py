@@ -208,13 +208,13 @@ def measure_experts(model: str) -> float:
     """Return the routed experts' share of the parameters that our sparsity counts."""
     loaded, _ = load_checkpoint(model, "auto")
     take_apart(loaded)
-    return 1 - count_prunable_parameters(loaded) / count_prunable_parameters(loaded, experts=True)
+    return 1 - count_prunable_parameters(loaded) / count_prunable_parameters(loaded, mixtures=True)
 
 
 def measure_base(model: str, of_experts: bool = False) -> float:
     """Return the share of a model's parameters that a row's ``removed`` is a share of."""
     loaded, _ = load_checkpoint(model, "auto")
-    share = count_prunable_parameters(loaded, experts=True) / count_parameters(loaded)
+    share = count_prunable_parameters(loaded, mixtures=True) / count_parameters(loaded)
     return share * (measure_experts(model) if of_experts else 1)
 
 

@@ -50,4 +50,4 @@ def prune_reap(folder: str, windows: Tensor, share: float) -> PeerResult:
 def count_experts(model: PreTrainedModel) -> int:
     """Return the number of the parameters of a mixture's routed experts, which are taken apart."""
     take_apart(model)
-    return count_prunable_parameters(model, experts=True) - count_prunable_parameters(model)
+    return count_prunable_parameters(model, mixtures=True) - count_prunable_parameters(model)

@@ -17,16 +17,16 @@ from transformers.pytorch_utils import Conv1D
 from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.layers import find_layouts, pads_heads
+from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.locate import (
     PADDING,
     find_stock,
     make_dense_config,
     read_counts,
     read_padding,
-    scale_counts,
 )
 from struprune_plugin.model.surgery import read_weight, set_weight
+from struprune_plugin.model.unit_kind import UNIT_KINDS
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -67,22 +67,19 @@ def grow_padded(model: nn.Module) -> None:
                 weight = modeling.pad(weight, padding["narrow"])
             weight = append_bias(weight, bias)
             set_weight(linear, modeling.pad(weight.mT, padding["pad"]).mT if "pad" in padding else weight)
-        _release_padding(owner)
+        _restore_class(owner)
 
 
-def release_heads(model: nn.Module) -> None:
-    """Let attention modules that see zeros in place of removed heads count the present ones, for a configuration of fewer heads."""
+def release_padding(model: nn.Module) -> None:
+    """Let modules that see zeros in place of removed units count the present ones, for a configuration of fewer units."""
     for layer, layout in find_layouts(model):
-        if layout.attention is None or not pads_heads(layout.attention, layer):
-            continue
-        _, kept, dense = read_padding(layer, layout.attention.output)["narrow"]["segments"][0]
-        attention = layer.get_submodule(layout.attention.module)
-        scale_counts(attention, kept, dense)
-        for owner in list_padded(attention):
-            _release_padding(owner)
+        for unit in layout.units:
+            if name := UNIT_KINDS.parse(unit.kind).release(unit, layer):
+                for owner in list_padded(layer.get_submodule(name)):
+                    _restore_class(owner)
 
 
-def _release_padding(owner: Any) -> None:
+def _restore_class(owner: Any) -> None:
     """Restore the stock class of a module whose linears have the width that it handles."""
     with keep_offload(owner):
         owner.__class__ = find_stock(type(owner))

@@ -26,37 +26,15 @@ from struprune_plugin.model.layers import (
     find_decoder_layers,
     find_layouts,
     measure_layer,
-    pads_heads,
-    read_head_widths,
 )
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config, read_padding
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
 from struprune_plugin.storage.checkpoint import find_checkpoint
 
-_WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
 _EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in which engines ask for them
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
-
-
-def check_attention_unit(model: PreTrainedModel, attention_unit: str) -> None:
-    """Raise ValueError where heads are coupled, or value channels and heads would go from the same attention by turns."""
-    attentions = [(layer, layout.attention) for layer, layout in find_layouts(model) if layout.attention]
-    problem = ""
-    if attention_unit == "head":
-        if not any(attention.has_heads for _, attention in attentions):
-            problem = "has none whose heads are independent of each other"
-        elif any(len(set(read_head_widths(attention, layer))) > 1 for layer, attention in attentions):
-            problem = "has lost value channels, after which whole heads cannot be removed"
-    elif attention_unit == "value_channels" and any(pads_heads(attention, layer) for layer, attention in attentions):
-        problem = "has lost heads that it counts by itself, after which value channels cannot be removed"
-    if problem:
-        other = "head" if attention_unit == "value_channels" else "value_channels"
-        raise ValueError(
-            f"`attention_unit: {attention_unit}` cannot be used with {model.config.model_type!r}, whose attention {problem}. Set "
-            f"`attention_unit: {other}` or `attention_unit: none`."
-        )
 
 
 def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
@@ -130,9 +108,9 @@ def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel
     pairs = zip(find_layouts(model), find_layouts(twin), strict=True)
     for index, ((layer, layout), (before, _)) in enumerate(pairs):
         sizes, whole = measure_layer(layout, layer), measure_layer(layout, before)
-        found = dict.fromkeys(_WIDTH_KEYS, "width") if len(layout.ffns) == 1 else {}
-        if layout.attention and not pads_heads(layout.attention, layer):
-            found |= {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
+        found = dict[str, str]()
+        for name in dict.fromkeys(unit.kind for unit in layout.units):
+            found |= UNIT_KINDS.parse(name).list_config_keys(layout, layer)
         stated[index] = {k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)}
     return stated
 

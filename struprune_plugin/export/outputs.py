@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.export import stock_config
-from struprune_plugin.export.any_class import grow_padded, release_heads, replace_conv1d
+from struprune_plugin.export.any_class import grow_padded, release_padding, replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.model.experts import take_apart
@@ -19,7 +19,7 @@ from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
 from struprune_plugin.storage.files import check_room
@@ -182,7 +182,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
     """Pad values to the dense width, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
     dense, changes = stock_config.build_stock(model, {})[0], dict[str, int]()
     replace_conv1d(dense)
-    release_heads(model)
+    release_padding(model)
     grow_padded(model)
     now, before = stock_config.list_sizes(model), stock_config.list_sizes(dense)
     if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
@@ -211,7 +211,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
 def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
     """Return the groups of a model's FFNs and of its experts, which are split in place; empty where it has none."""
     structure = find_structure(model)
-    if structure.has_experts:
+    if structure.has_mixtures:
         take_apart(model)
-    has_ffns = any(kind.ffns for kind in structure.kinds)
-    return find_groups(model, "none", prune_experts=True) if has_ffns or structure.has_experts else []
+    kinds = {unit.kind for kind in structure.kinds for unit in kind.units}
+    return find_groups(model, "none", prune_experts=True) if any(UNIT_KINDS[name].order for name in kinds) else []

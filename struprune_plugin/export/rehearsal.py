@@ -50,7 +50,7 @@ def rehearse(
         tokens = draw_tokens(tiny.config, 2, 12, seed=3)
         try:
             check_passes(tiny, [{"input_ids": tokens}])
-            if prune_experts and find_structure(tiny).has_experts:
+            if prune_experts and find_structure(tiny).has_mixtures:
                 take_apart(tiny)
             _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts))
         except Exception as error:  # any error of a class that relies on its sizes
@@ -69,7 +69,7 @@ def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit,
     try:
         rehearse(model, attention_unit, prune_ffn, True)
     except ValueError as error:
-        if not find_structure(model).has_experts:
+        if not find_structure(model).has_mixtures:
             raise
         rehearse(model, attention_unit, prune_ffn)
         logger.warning(f"the experts of the mixture are not pruned: {error}")

@@ -10,9 +10,15 @@ from compressed_tensors.utils import match_name
 from torch import nn
 
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, sort_groups
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind, sort_groups
 
 AttentionUnit = Literal["head", "value_channels", "none"]
+
+
+def list_asked(attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> list[UnitKind]:
+    """Return the kinds of units that a recipe's short forms name."""
+    wanted = {attention_unit: attention_unit != "none", "ffn": prune_ffn, "experts": prune_experts}
+    return [UNIT_KINDS.parse(name) for name, is_wanted in wanted.items() if is_wanted]
 
 
 def find_groups(
@@ -31,8 +37,7 @@ def find_groups(
     :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
     """
     groups = list[UnitGroup]()
-    wanted = {attention_unit: attention_unit != "none", "ffn": prune_ffn, "experts": prune_experts}
-    kinds = [UNIT_KINDS.parse(name) for name, is_wanted in wanted.items() if is_wanted]
+    kinds = list_asked(attention_unit, prune_ffn, prune_experts)
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     for index, ((layer, layout), (name, _)) in enumerate(layers):
         costs: dict[str, int] = {}  # per unit: entries of a mixture are alike

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.layout import AttentionLayout, LayerLayout
-from struprune_plugin.model.structure.locate import locate_layers, read_padding
+from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.structure.locate import locate_layers
+from struprune_plugin.model.unit_kind import UNIT_KINDS
 
 QUANTISER_PARAMETERS = frozenset(QuantizationMetadata.all_qparam_names())
 _ENTRY = 75  # bytes of a tensor in a file's header, beside its name
@@ -44,14 +45,13 @@ def read_hidden_size(model: PreTrainedModel) -> int:
     return int(getattr(config, "hidden_size", 0) or model.get_input_embeddings().weight.shape[-1])
 
 
-def count_prunable_parameters(model: nn.Module, experts: bool = False) -> int:
-    """Return the number of parameters of all linears of the modules that hold units, with or without experts: the base of
+def count_prunable_parameters(model: nn.Module, mixtures: bool = False) -> int:
+    """Return the number of parameters of all linears of the modules that hold units, with or without mixtures: the base of
     ``sparsity``. Biases count, parameters that a quantiser later in the recipe has added do not."""
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
         modules += [layer.get_submodule(name) for name in layout.list_linears()]
-        if experts and layout.experts:
-            modules += layer.get_submodule(layout.experts.module).modules()
+        modules += [own for unit in layout.units if mixtures and unit.of_mixture for own in unit.list_modules(layer)]
     with disable_onloading():
         named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
     return sum(parameter.numel() for name, parameter in named if name not in QUANTISER_PARAMETERS)
@@ -82,48 +82,26 @@ def can_fuse_attention(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of one decoder layer; 0 where there is nothing to prune.
+    """Sizes of one decoder layer that configurations state; 0 where there is nothing to prune.
 
     :param head_dim: width of a head's values in the dense model
     :param value_head_dim: their present width
     :param width: FFN channels
     """
 
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    value_head_dim: int
-    width: int
+    num_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    value_head_dim: int = 0
+    width: int = 0
 
 
 def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
-    """Return a decoder layer's sizes, read from its linears."""
-    width = find_linear(layer, layout.ffns[0].output).in_features if layout.ffns else 0
-    attention = layout.attention
-    if attention is None:
-        return LayerSizes(0, 0, 0, 0, width)
-    head_dim, value_dim = read_head_widths(attention, layer)
-    heads = blocks = find_linear(layer, attention.output).in_features // value_dim
-    if attention.is_grouped:
-        name, parts = next(pair for pair in attention.producers.items() if "value" in pair[1])
-        rows = find_linear(layer, name).out_features - (heads * head_dim if "query" in parts else 0)
-        blocks = rows // (value_dim + (head_dim if "key" in parts else 0))
-    return LayerSizes(heads, blocks, head_dim, value_dim, width)
-
-
-def read_head_widths(attention: AttentionLayout, layer: nn.Module) -> tuple[int, int]:
-    """Return the width of a head's values in the dense model, and the present width."""
-    module: Any = layer.get_submodule(attention.module)
-    wide = getattr(module, attention.width_name)
-    form = read_padding(layer, attention.output).get("narrow")
-    return wide, form["segments"][0][1] if form and not pads_heads(attention, layer) else wide
-
-
-def pads_heads(attention: AttentionLayout, layer: nn.Module) -> bool:
-    """Return whether a layer's attention module sees zeros in place of removed heads, because its code counts heads by itself."""
-    form = read_padding(layer, attention.output).get("narrow")
-    width = getattr(layer.get_submodule(attention.module), attention.width_name)
-    return form is not None and form["segments"][0][2] != width
+    """Return a decoder layer's sizes, read from its linears, of several modules of a kind the first one's."""
+    sizes = dict[str, int]()
+    for unit in reversed(layout.units):
+        sizes |= UNIT_KINDS.parse(unit.kind).read_sizes(unit, layer)
+    return LayerSizes(**sizes)
 
 
 def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:

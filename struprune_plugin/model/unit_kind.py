@@ -14,8 +14,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.structure.layout import Join, LayerLayout, Producers
+from struprune_plugin.model.structure.couplings import Coupling, Measured
+from struprune_plugin.model.structure.layout import Join, LayerLayout, Producers, UnitLayout
 from struprune_plugin.model.structure.locate import read_padding
+from struprune_plugin.model.structure.tiny import TinyRun
+from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.settings.registry import Config, Registry
 
 
@@ -43,9 +46,70 @@ class UnitKind(Config):
         """True if the units' modules mix tokens."""
         return self.order == 0
 
+    # -- on a tiny instance ----------------------------------------------------------------------------------------
+
+    def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
+        """Return the module that ends in a linear if its units are of this kind.
+
+        :param thin: linears with a row that reaches only a part of the consumer's columns, and how
+        """
+        return None
+
+    def list_surplus(self, units: Sequence[UnitLayout]) -> dict[str, str]:
+        """Return the reasons, by their last linear, why modules that were read in one layer stay whole beside the others."""
+        return {}
+
+    def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
+        """Return why units cannot be removed, empty where they can, and the module with its proved properties.
+
+        By default every third column goes, with the rows that reach no other.
+        """
+        gone = torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0
+        reached = measured.list_reached(unit.producers, unit.output)
+        return find_flaw(measured.layers, unit.output, reached, gone, run), unit
+
+    def extend(
+        self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
+    ) -> list[LayerLayout]:
+        """Return the layouts of the kinds of layers with units that need more than one measurement of a layer.
+
+        :param model: tiny instance, which may be changed as long as its function does not
+        :param length: number of tokens on which the layers were measured
+        """
+        return [*layouts]
+
+    # -- on a model ------------------------------------------------------------------------------------------------
+
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
         """Yield the groups of a layer whose units are of this kind, without the layer's position in the model."""
         raise NotImplementedError
+
+    def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
+        """Raise a ValueError where units of this kind cannot be removed from a model's layers as they are now."""
+
+    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
+        """Return what can be removed from a module, as ``plan`` says it."""
+        return f"{unit.output}: {_find(layer, unit.output).in_features:,} {self.label}"
+
+    def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
+        """Return a module's present sizes by the fields of :class:`~struprune_plugin.model.layers.LayerSizes`."""
+        return {}
+
+    def list_config_keys(self, layout: LayerLayout, layer: nn.Module) -> dict[str, str]:
+        """Return those fields by the keys of configurations that may state them."""
+        return {}
+
+    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+        """Let stock code that sees zeros in place of whole units count the present ones; return the name of its module, if any."""
+        return ""
+
+    def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
+        """Return the numbers per token that a module's forward pass holds.
+
+        :param config: of the text decoder, as this layer reads it
+        """
+        rows = sum(_find(layer, name).out_features for name in unit.producers)
+        return rows + _find(layer, unit.output).in_features
 
     def describe(self, group: UnitGroup) -> str:
         """Return the words for a group's units, as tables show them; the label alone, or followed by `` × …``."""
@@ -53,8 +117,7 @@ class UnitKind(Config):
 
     def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
         """Return the weights of a group's dense module part by part, for methods that weigh a module by them: its linears."""
-        names = (*group.producers, group.consumer)
-        return [cast(nn.Linear, layer.get_submodule(name)).weight.detach() for name in names]
+        return [_find(layer, name).weight.detach() for name in (*group.producers, group.consumer)]
 
     def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
         """Return the padding, by linear, with which stock code sees a group's dense units, none of which is removed yet; empty
@@ -77,7 +140,16 @@ class UnitKind(Config):
                         segment[1] = segment[1] * num_keep // group.num_units
 
 
+def _find(layer: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, layer.get_submodule(name))
+
+
 UNIT_KINDS: Registry[UnitKind] = Registry(UnitKind, "kind")  # in the order in which they read a layer
+
+
+def list_kinds() -> list[UnitKind]:
+    """Return all registered kinds with their default options."""
+    return [UNIT_KINDS.parse(name) for name in UNIT_KINDS]
 
 
 @dataclass(frozen=True)

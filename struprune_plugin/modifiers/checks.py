@@ -69,7 +69,7 @@ def _list_refusals(
     is_quantised = any(isinstance(other, QuantizationMixin) for other in later)
     yield from OUTPUTS[recipe.output].check(recipe, model, groups, is_quantised)
     yield (
-        recipe.experts is not None and not importance.takes_experts and find_structure(model).has_experts,
+        recipe.experts is not None and not importance.takes_experts and find_structure(model).has_mixtures,
         f"`{ranked}` is not defined for the experts of a mixture. Set `experts: none`, or another importance.",
     )
     for on_device, asked in ((not importance.takes_offload, ranked), (update.refines, updated)):
@@ -134,7 +134,7 @@ def check_later(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
 
     :param modifiers: those behind pruning
     """
-    is_mixture = find_structure(model).has_experts
+    is_mixture = find_structure(model).has_mixtures
     for modifier in modifiers:
         if isinstance(modifier, AWQModifier) and not is_mixture:
             for mapping in modifier.mappings or get_layer_mappings_from_model(model):

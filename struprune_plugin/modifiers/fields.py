@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
-from struprune_plugin.export.convert import check_attention_unit
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.groups import AttentionUnit, find_groups
+from struprune_plugin.model.groups import AttentionUnit, find_groups, list_asked
+from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.stage_modifier import StageModifier
@@ -171,8 +171,9 @@ class StructuredModifier(StageModifier):
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; transposed linears (GPT-2) are converted and experts split in place first."""
         replace_conv1d(model)
-        check_attention_unit(model, self.attention_unit)
-        if self.experts is not None and find_structure(model).has_experts:
+        for kind in list_asked(self.attention_unit, self.prune_ffn, self.experts is not None):
+            kind.check(model.config.model_type, find_layouts(model))
+        if self.experts is not None and find_structure(model).has_mixtures:
             take_apart(model)
         groups = find_groups(
             model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None

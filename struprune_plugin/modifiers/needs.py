@@ -17,13 +17,11 @@ from struprune_plugin.model.layers import (
     can_fuse_attention,
     count_parameters,
     find_layouts,
-    find_linear,
     measure_layer,
     read_hidden_size,
-    sum_outputs,
 )
 from struprune_plugin.model.structure.layout import LayerLayout
-from struprune_plugin.model.unit_kind import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, select_groups
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import Setup
 from struprune_plugin.pruning.selection import list_together
@@ -154,13 +152,14 @@ def _count_activations(
     """Return the bytes of one layer's forward pass on a micro-batch."""
     config: Any = model.config.get_text_config(decoder=True)
     config = config.per_layer_config[index] if config.is_heterogeneous else config
-    attention, hidden, length = layout.attention, read_hidden_size(model), work.seq_length
-    values = 0 if attention is None else 3 * sum_outputs(attention.producers, layer)
-    inside = sum(sum_outputs(ffn.producers, layer) + find_linear(layer, ffn.output).in_features for ffn in layout.ffns)
-    if layout.experts is not None:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        inside += (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * hidden)
-    per_token = model.dtype.itemsize * (max(values, inside) + 7 * hidden + 2 * length) + 20 * hidden
-    heads = 0 if attention is None else measure_layer(layout, layer).num_heads
-    maps = 0 if can_fuse_attention(model) else 12 * heads * length
+    hidden, length, inside = (
+        read_hidden_size(model),
+        work.seq_length,
+        [0, 0],
+    )  # numbers of mixers, and of what follows them
+    for unit in layout.units:
+        kind = UNIT_KINDS.parse(unit.kind)
+        inside[not kind.is_mixer] += kind.count_activations(unit, layer, config)
+    per_token = model.dtype.itemsize * (max(inside) + 7 * hidden + 2 * length) + 20 * hidden
+    maps = 0 if can_fuse_attention(model) else 12 * measure_layer(layout, layer).num_heads * length
     return work.batch_size * length * (per_token + maps)

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.export.any_class import build_dense
-from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts, find_linear, measure_layer
+from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_layouts
 from struprune_plugin.model.structure.tiny import find_class
+from struprune_plugin.model.unit_kind import UNIT_KINDS
 from struprune_plugin.modifiers import StruPruneModifier, budgets
 from struprune_plugin.modifiers.allocator import check_allocator
 from struprune_plugin.modifiers.checks import check_pruned
@@ -103,15 +104,7 @@ def _list_units(model: nn.Module) -> dict[str, list[int]]:
     """Return the layers that have units of a kind, or a linear that stays whole, by the text that says so."""
     found: dict[str, list[int]] = {}
     for index, (layer, layout) in enumerate(find_layouts(model)):
-        told = []
-        if layout.attention is not None:
-            sizes, heads = measure_layer(layout, layer), "" if layout.attention.has_heads else "; not as whole heads"
-            width = f"{sizes.num_key_value_heads} heads of {sizes.value_head_dim} value channels"
-            told.append(f"{layout.attention.output}: {width}{heads}")
-        told += [f"{ffn.output}: {find_linear(layer, ffn.output).in_features:,} FFN channels" for ffn in layout.ffns]
-        if layout.experts is not None:
-            experts: Any = layer.get_submodule(layout.experts.module)
-            told.append(f"{layout.experts.module}: channels of {experts.num_experts} experts")
+        told = [UNIT_KINDS.parse(unit.kind).describe_unit(unit, layer) for unit in layout.units]
         told += [f"{linear} stays whole: {reason}" for linear, reason in layout.unprunable.items()]
         for line in told or ["nothing can go"]:
             found.setdefault(line, []).append(index)

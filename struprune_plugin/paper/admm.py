@@ -24,7 +24,7 @@ from struprune_plugin.linalg.second_moments import append_bias, make_moments, me
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.paper import admm_attention, admm_ffn
 from struprune_plugin.paper.admm_attention import AttentionSample
 from struprune_plugin.paper.admm_ffn import ADMMSettings, Sample, Variables
@@ -261,13 +261,16 @@ def _check_model(model: PreTrainedModel, what: str, prune_ffn: bool) -> bool:
     """
     check_one_process(what, "Its variables are per token. Set `weight_update: least_squares` and `importance: obs`.")
     kinds = find_structure(model).kinds
-    for ffn in (ffn for kind in kinds for ffn in kind.ffns if prune_ffn):
-        if ffn.activation != ("silu" if ffn.gated else "relu"):
+    units = [unit for kind in kinds for unit in kind.units if not unit.of_mixture]
+    mixers = [unit for unit in units if UNIT_KINDS[unit.kind].order == 0]
+    for unit in units if prune_ffn else ():
+        if unit not in mixers and unit.formula not in ("relu", "gated silu"):
+            _, gated, activation = unit.formula.rpartition("gated ")
             raise ValueError(
-                f"{what} must have a ReLU or a SiLU-gated FFN, got {'gated ' if ffn.gated else ''}"
-                f"{ffn.activation or 'another'!r}. Set `weight_update: least_squares` and `importance: obs`."
+                f"{what} must have a ReLU or a SiLU-gated FFN, got {gated}{activation or 'another'!r}. "
+                "Set `weight_update: least_squares` and `importance: obs`."
             )
-    return all(kind.attention.is_plain for kind in kinds if kind.attention)
+    return all(unit.formula == "softmax attention" for unit in mixers)
 
 
 def score_closed_form(dense: Tensor, current: Tensor, gram: Tensor) -> Tensor:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.layers import find_linear, measure_layer
-from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.layers import find_linear, sum_outputs
+from struprune_plugin.model.structure.couplings import Coupling, Measured
+from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.structure.locate import read_padding, scale_counts
+from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind
+from struprune_plugin.units.attention_reading import (
+    AttentionLayout,
+    pads_heads,
+    prove_values,
+    read_head_widths,
+    read_values,
+)
 
 
 class AttentionUnits(UnitKind):
@@ -21,9 +30,47 @@ class AttentionUnits(UnitKind):
     pool: ClassVar[str] = "attention"
     order: ClassVar[int] = 0
 
+    def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
+        assert isinstance(unit, AttentionLayout)
+        return prove_values(unit, measured, run)
+
+    def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
+        assert isinstance(unit, AttentionLayout)
+        return measure_heads(unit, layer)
+
+    def list_config_keys(self, layout: LayerLayout, layer: nn.Module) -> dict[str, str]:
+        if any(pads_heads(attention, layer) for attention in layout.list_units(AttentionLayout)):
+            return {}
+        return {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
+
+    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+        """Let attention that sees zeros in place of removed heads count the present ones."""
+        assert isinstance(unit, AttentionLayout)
+        if not pads_heads(unit, layer):
+            return ""
+        _, kept, dense = read_padding(layer, unit.output)["narrow"]["segments"][0]
+        scale_counts(layer.get_submodule(unit.module), kept, dense)
+        return unit.module
+
+    def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
+        return 3 * sum_outputs(unit.producers, layer)
+
+    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
+        assert isinstance(unit, AttentionLayout)
+        sizes, heads = measure_heads(unit, layer), "" if unit.has_heads else "; not as whole heads"
+        return f"{unit.output}: {sizes['num_key_value_heads']} heads of {sizes['value_head_dim']} value channels{heads}"
+
+    def list_surplus(self, units: Sequence[UnitLayout]) -> dict[str, str]:
+        """Return all but one mixer of a layer: softmax attention, whose values may be rotated, rather than a state space."""
+        mixers = sorted(
+            (unit for unit in units if isinstance(unit, AttentionLayout)), key=lambda unit: not unit.rotates
+        )
+        return {unit.output: "another module of the layer has values" for unit in mixers[1:]}
+
     def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
         """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per (KV) head."""
-        heads = describe_heads(layout, layer, Heads())
+        (attention,) = layout.list_units(AttentionLayout)
+        heads = describe_heads(attention, layer, Heads())
         parts = []
         for name in heads.producers:
             weight, owners = find_linear(layer, name).weight.detach(), heads.find_row_owners(name)
@@ -40,13 +87,24 @@ class Heads(AttentionUnits):
     parts: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
     kind: Literal["head"] = "head"
 
+    def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
+        attentions = [(layer, unit) for layer, layout in layers for unit in layout.list_units(AttentionLayout)]
+        problem = ""
+        if not any(unit.has_heads for _, unit in attentions):
+            problem = "has none whose heads are independent of each other"
+        elif any(len(set(read_head_widths(unit, layer))) > 1 for layer, unit in attentions):
+            problem = "has lost value channels, after which whole heads cannot be removed"
+        if problem:
+            raise ValueError(_refuse(self.kind, ValueChannels().kind, model_type, problem))
+
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
-        if layout.attention is not None and layout.attention.has_heads:
-            yield describe_heads(layout, layer, self)
+        for attention in layout.list_units(AttentionLayout):
+            if attention.has_heads:
+                yield describe_heads(attention, layer, self)
 
     def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
-        counts_heads = layout.attention is not None and not layout.attention.takes_fewer_heads
-        return _describe_padding(group) if counts_heads else {}
+        (attention,) = (unit for unit in layout.list_units(AttentionLayout) if unit.output == group.consumer)
+        return {} if attention.takes_fewer_heads else _describe_padding(group)
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         super().resize_module(layer, group, num_keep)
@@ -64,16 +122,24 @@ class ValueChannels(AttentionUnits):
     solve_copies: ClassVar[int] = 17
     kind: Literal["value_channels"] = "value_channels"
 
+    def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
+        return read_values(measured, thin, consumer)
+
+    def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
+        if any(pads_heads(unit, layer) for layer, layout in layers for unit in layout.list_units(AttentionLayout)):
+            problem = "has lost heads that it counts by itself, after which value channels cannot be removed"
+            raise ValueError(_refuse(self.kind, Heads().kind, model_type, problem))
+
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
-        if layout.attention is not None:
-            heads = describe_heads(layout, layer, self)
+        for attention in layout.list_units(AttentionLayout):
+            heads = describe_heads(attention, layer, self)
             yield replace(
                 heads,
                 num_units=heads.num_units * heads.part_rows["value"],
                 num_blocks=heads.num_units,
                 columns_per_unit=heads.part_rows["gate"] // heads.part_rows["value"],
                 producers={name: parts for name, parts in heads.producers.items() if {*self.parts} & {*parts}},
-                rotates=layout.attention.rotates,
+                rotates=attention.rotates,
             )
 
     def describe(self, group: UnitGroup) -> str:
@@ -83,13 +149,22 @@ class ValueChannels(AttentionUnits):
         return _describe_padding(group)
 
 
-def describe_heads(layout: LayerLayout, layer: nn.Module, kind: UnitKind) -> UnitGroup:
-    """Return the heads of a layer that has attention, also where heads alone cannot be removed."""
-    attention, sizes = layout.attention, measure_layer(layout, layer)
-    assert attention is not None
-    blocks, repeats = sizes.num_key_value_heads, sizes.num_heads // sizes.num_key_value_heads
-    rows = {"value": sizes.value_head_dim, "gate": repeats * sizes.value_head_dim}
-    rows |= {"query": repeats * sizes.head_dim, "key": sizes.head_dim}
+def measure_heads(attention: AttentionLayout, layer: nn.Module) -> dict[str, int]:
+    """Return the present numbers of heads and their widths, by the fields of :class:`LayerSizes`."""
+    head_dim, value_dim = read_head_widths(attention, layer)
+    heads = blocks = find_linear(layer, attention.output).in_features // value_dim
+    if attention.is_grouped:
+        name, parts = next(pair for pair in attention.producers.items() if "value" in pair[1])
+        rows = find_linear(layer, name).out_features - (heads * head_dim if "query" in parts else 0)
+        blocks = rows // (value_dim + (head_dim if "key" in parts else 0))
+    return {"num_heads": heads, "num_key_value_heads": blocks, "head_dim": head_dim, "value_head_dim": value_dim}
+
+
+def describe_heads(attention: AttentionLayout, layer: nn.Module, kind: UnitKind) -> UnitGroup:
+    """Return the heads of attention, also where heads alone cannot be removed."""
+    num_heads, blocks, head_dim, value_dim = measure_heads(attention, layer).values()
+    repeats = num_heads // blocks
+    rows = {"value": value_dim, "gate": repeats * value_dim, "query": repeats * head_dim, "key": head_dim}
     for name, parts in attention.producers.items():  # queries and keys may be of another width than values
         free = [part for part in parts if part in ("query", "key")]
         if len(free) == 1:
@@ -123,3 +198,10 @@ def _describe_padding(group: UnitGroup) -> dict[str, Any]:
         segments = [[rows[part] // runs // size, size, size] for part, size in zip(parts, sizes, strict=True)]
         padding[name] = {"pad": {"blocks": runs, "segments": segments}}
     return padding
+
+
+def _refuse(unit: str, other: str, model_type: str, problem: str) -> str:
+    return (
+        f"`attention_unit: {unit}` cannot be used with {model_type!r}, whose attention {problem}. Set "
+        f"`attention_unit: {other}` or `attention_unit: none`."
+    )

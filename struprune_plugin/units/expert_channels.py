@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.structure.couplings import Coupling, Measured
+from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
+from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
+from struprune_plugin.units.expert_reading import ExpertsLayout, find_experts
 from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
 
 
@@ -23,13 +26,34 @@ class ExpertChannels(FFNChannels):
     order: ClassVar[int] = 2
     kind: Literal["experts"] = "experts"  # type: ignore[assignment]
 
+    def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
+        return None  # experts are read once they are split
+
+    def extend(
+        self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
+    ) -> list[LayerLayout]:
+        return find_experts(model, kinds, layouts, length, run)
+
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
-        if layout.experts is None:
-            return
-        members: Any = layer.get_submodule(layout.experts.module)
-        for index in range(members.num_experts):
-            group = describe_channels(self, layout.experts.place(index), layer)
-            yield replace(group, mixture=layout.experts.module, tie=self.kind)
+        for experts in layout.list_units(ExpertsLayout):
+            members: Any = layer.get_submodule(experts.output)
+            for index in range(members.num_experts):
+                group = describe_channels(self, experts.place(index), layer)
+                yield replace(group, mixture=experts.output, tie=self.kind)
+
+    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
+        members: Any = layer.get_submodule(unit.output)
+        return f"{unit.output}: channels of {members.num_experts} experts"
+
+    def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
+        return {}  # the width that a configuration states is another module's
+
+    def list_config_keys(self, layout: LayerLayout, layer: nn.Module) -> dict[str, str]:
+        return {}
+
+    def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        return (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * config.hidden_size)
 
     def list_steps(self, group: UnitGroup, width_multiple: int | None) -> Iterator[tuple[int, str]]:
         yield math.gcd(ALIGNED, group.num_units), "grouped kernels: 16 bytes of bfloat16"

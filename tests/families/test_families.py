@@ -74,7 +74,7 @@ def load(folder, **options):
 def test_budget_is_exact_and_sizes_are_what_the_manifest_says(saved, whole):
     _, model, out = saved
     manifest = read_manifest(out)
-    before, after = (count_prunable_parameters(each, experts=True) for each in (whole, model))
+    before, after = (count_prunable_parameters(each, mixtures=True) for each in (whole, model))
     tied = 8 * sum(group.unit_cost for group in manifest.groups if group.kind == "experts")
     unit = max(tied, *(group.unit_cost * group.num_blocks for group in manifest.groups))
     assert abs(before - after - 0.3 * before) < unit
@@ -208,7 +208,7 @@ def test_uniform_output_is_a_stock_model(dense, whole, unit, tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert not list((tmp_path / "out").glob("*.py"))
     torch.testing.assert_close(again(PROMPTS).logits, pruned(PROMPTS).logits, rtol=0, atol=2e-5)
-    before, after = (count_prunable_parameters(each, experts=True) for each in (whole, again))
+    before, after = (count_prunable_parameters(each, mixtures=True) for each in (whole, again))
     finest = {}
     for group in find_groups(whole, unit):
         finest[group.kind] = finest.get(group.kind, 0) + group.unit_cost

@@ -73,7 +73,7 @@ def test_keys_that_all_heads_share_are_found_beside_the_values(model_type, heads
     config.num_attention_heads, config.num_key_value_heads = heads, 1
     model = build_tiny(config)
     ((_, layout), *_) = find_layouts(model)
-    parts = set(layout.attention.producers.values())
+    parts = set(layout.units[0].producers.values())
     assert parts == {("query",), ("key",), ("value",)}
     model.save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")

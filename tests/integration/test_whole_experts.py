@@ -45,7 +45,7 @@ def find_share(dense, num_experts):
     """Return the sparsity that so many of eight experts are."""
     dense = copy.deepcopy(dense)
     take_apart(dense)
-    every, without = (count_prunable_parameters(dense, experts=experts) for experts in (True, False))
+    every, without = (count_prunable_parameters(dense, mixtures=experts) for experts in (True, False))
     return num_experts / 8 * (every - without) / every
 
 

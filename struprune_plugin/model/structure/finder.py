@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure, watch
-from struprune_plugin.model.structure.expert_units import find_experts
 from struprune_plugin.model.structure.joins import find_joins
-from struprune_plugin.model.structure.layout import AttentionLayout, FFNLayout, LayerLayout, Structure
+from struprune_plugin.model.structure.layout import LayerLayout, Structure, UnitLayout
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, find_class, prove_once
-from struprune_plugin.model.structure.trial_removal import find_flaw, survives_mixing
-from struprune_plugin.model.structure.units import is_plain, list_channel_rows, read_units
+from struprune_plugin.model.structure.units import read_units
+from struprune_plugin.model.unit_kind import UNIT_KINDS, list_kinds
 
 _TOKENS = 24
 _MAX_LAYERS = 1 << 12  # upper limit of a plausible configuration
@@ -44,13 +43,15 @@ def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
         count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
         if not 0 < count <= _MAX_LAYERS:
             raise ValueError(f"num_hidden_layers must be in [1, {_MAX_LAYERS}], got {count}")
-        structure = prove_once("structure", kind, config, lambda: _measure_structure(build_tiny(config, kind=kind)))
+        structure = prove_once(
+            f"structure {[*UNIT_KINDS]}", kind, config, lambda: _measure_structure(build_tiny(config, kind=kind))
+        )
     except Exception as error:  # any error of a class that is no decoder, or of a broken configuration
         raise ValueError(
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "
             f"{type(error).__name__}: {error}. Choose another model, or correct its configuration."
         ) from None
-    if not any(kind.attention or kind.ffns or kind.experts for kind in structure.kinds):
+    if not any(kind.units for kind in structure.kinds):
         left = dict.fromkeys(
             f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.unprunable.items()
         )
@@ -78,7 +79,8 @@ def _measure_structure(model: Any) -> Structure:
     measured = [measure([layers[i] for i in alike], calls[alike[0]], _TOKENS) for alike in kinds.values()]
     layouts = [_find_units(each, shared, run) for each in measured]
     kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
-    layouts = find_experts(model, measured, layouts, _TOKENS, run)
+    for unit_kind in list_kinds():
+        layouts = unit_kind.extend(model, measured, layouts, _TOKENS, run)
     num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
     return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))), num_parts)
 
@@ -100,51 +102,24 @@ def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
 def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayout:
     """Return the proved units of a kind of layer, with their joins; ``shared`` are ids of parameters that several layers share."""
     layout = read_units(measured)
-    modules: list[AttentionLayout | FFNLayout] = [*([layout.attention] if layout.attention else []), *layout.ffns]
-    chained = {name for module in modules for name in module.producers}
-    proved, left = list[AttentionLayout | FFNLayout](), dict(layout.unprunable)
-    for module in modules:
+    chained = {name for module in layout.units for name in module.producers}
+    proved, left = list[UnitLayout](), dict(layout.unprunable)
+    for module in layout.units:
         linears = [measured.layer.get_submodule(name) for name in (*module.producers, module.output)]
         flaw = ""
         if module.output in chained:
             flaw = "its rows are another module's units"
         elif any(id(parameter) in shared for linear in linears for parameter in linear.parameters()):
             flaw = "several layers share its weights"
-        elif isinstance(module, AttentionLayout):
-            flaw, module = _prove_attention(module, measured, run)
         else:
-            gone = torch.arange(measured.inputs[module.output].shape[-1]) % 3 == 0
-            reached = measured.list_reached(module.producers, module.output)
-            flaw = find_flaw(measured.layers, module.output, reached, gone, run)
+            flaw, module = UNIT_KINDS.parse(module.kind).prove(module, measured, run)
         if flaw:
             left[module.output] = flaw
         else:
             proved.append(module)
     consumers = [module.output for module in proved]
     joins = find_joins(measured, [name for name in measured.outputs if name in consumers]) if proved else {}
-    proved = [replace(module, join=joins[module.output]) for module in proved]
-    attention = next((module for module in proved if isinstance(module, AttentionLayout)), None)
-    return LayerLayout(attention, tuple(module for module in proved if isinstance(module, FFNLayout)), left)
-
-
-def _prove_attention(attention: AttentionLayout, measured: Measured, run: TinyRun) -> tuple[str, AttentionLayout]:
-    """Return why channels of attention cannot be removed, empty where they can, and the layout with its proved properties."""
-    layers, width = measured.layers, getattr(measured.layer.get_submodule(attention.module), attention.width_name)
-    channels = torch.arange(measured.inputs[attention.output].shape[-1])
-    reached = measured.list_reached(attention.producers, attention.output)
-    if flaw := find_flaw(layers, attention.output, reached, channels % width % 3 == 0, run, slices=False):
-        return flaw, attention
-    rows, eye = list_channel_rows(measured, attention, width), torch.eye(width)
-    if not survives_mixing(layers, attention.output, rows, eye.roll(1, 0), run):
-        return "the channels of a head cannot be exchanged", attention
-    rotates = attention.rotates and survives_mixing(layers, attention.output, rows, eye - 2 / width, run)
-    blocks = next(len(heads) for _, part, heads in rows if part == "value")
-    first = channels < len(channels) // blocks
-    fits = attention.has_heads and (
-        blocks == 1 or not find_flaw(layers, attention.output, reached, first, run, (attention.module, blocks))
-    )
-    plain = is_plain(measured, attention)
-    return "", replace(attention, rotates=rotates, takes_fewer_heads=fits, is_plain=plain)
+    return LayerLayout([replace(module, join=joins[module.output]) for module in proved], left)
 
 
 def _describe_kind(layer: nn.Module) -> str:

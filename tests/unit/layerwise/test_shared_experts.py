@@ -17,6 +17,8 @@ from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.units.expert_reading import ExpertsLayout
+from struprune_plugin.units.ffn import FFNLayout
 
 ADDED = {"glm4_moe": True, "deepseek_v3": True, "qwen2_moe": False}  # Qwen's is multiplied by a gate of the token
 ALONE = {"attention_unit": "none", "prune_ffn": False}
@@ -24,13 +26,15 @@ ALONE = {"attention_unit": "none", "prune_ffn": False}
 
 @pytest.mark.parametrize("model_type", ADDED)
 def test_a_shared_expert_joins_the_stream_with_the_others_where_it_is_added(model_type):
-    layouts = [kind for kind in find_structure(build_tiny(make_config(model_type, 4))).kinds if kind.experts]
+    layouts = [
+        kind for kind in find_structure(build_tiny(make_config(model_type, 4))).kinds if kind.list_units(ExpertsLayout)
+    ]
     assert layouts
     for layout in layouts:
-        shared = [ffn for ffn in layout.ffns if "shared" in ffn.output]
+        shared = [ffn for ffn in layout.list_units(FFNLayout) if "shared" in ffn.output]
         assert shared
-        assert all((ffn.join == layout.experts.join) is ADDED[model_type] for ffn in shared)
-    assert layouts[0].experts.join.is_direct
+        assert all((ffn.join == layout.units[-1].join) is ADDED[model_type] for ffn in shared)
+    assert layouts[0].units[-1].join.is_direct
 
 
 def test_a_shared_expert_is_asked_for_its_output_and_what_the_stream_lacks():

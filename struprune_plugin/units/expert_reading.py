@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,37 @@ from torch import Tensor, nn
 from struprune_plugin.model.experts import list_experts, take_apart
 from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure
 from struprune_plugin.model.structure.joins import find_norm, match_streams, record_streams
-from struprune_plugin.model.structure.layout import ExpertsLayout, Join, LayerLayout
+from struprune_plugin.model.structure.layout import Join, LayerLayout, UnitLayout
 from struprune_plugin.model.structure.locate import list_linears
 from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.model.structure.units import read_units
+from struprune_plugin.units.ffn import FFNLayout
 
 _TOKENS = 8
 _EXACT = 1e-4  # relative to a change of the layer's output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsLayout(UnitLayout):
+    """Channels of a mixture's experts after :func:`~struprune_plugin.model.experts.take_apart` has split them into linears.
+
+    Its ``output`` is the list of experts, and its ``join`` that of their sum.
+
+    :param expert: layout of one expert; names are relative to the expert
+    """
+
+    of_mixture: ClassVar[bool] = True
+    expert: FFNLayout
+
+    def list_modules(self, layer: nn.Module) -> list[nn.Module]:
+        return [*layer.get_submodule(self.output).modules()]
+
+    def place(self, index: int) -> FFNLayout:
+        """Return the layout of one expert with names relative to the decoder layer."""
+        prefix, expert = f"{self.output}.{index}.", self.expert
+        producers = {f"{prefix}{name}": parts for name, parts in expert.producers.items()}
+        return replace(expert, producers=producers, output=f"{prefix}{expert.output}", join=self.join)
 
 
 def find_experts(
@@ -40,11 +63,12 @@ def find_experts(
                 if difference:
                     raise ValueError(f"split into linears, the experts change the logits by {difference}")
                 experts = _find_units(kind, length, name, members, run)
-                ffns = list(layout.ffns)
-                for place, ffn in enumerate(ffns):  # a shared expert is added to the sum of the others
-                    if not ffn.join.is_direct and _find_join(kind, ffn.output, length) == experts.join:
-                        ffns[place] = replace(ffn, join=experts.join)
-                layout = replace(layout, experts=experts, ffns=tuple(ffns))
+                units = list(layout.units)
+                for place, unit in enumerate(units):  # a shared expert is added to the sum of the others
+                    is_open = isinstance(unit, FFNLayout) and not unit.join.is_direct
+                    if is_open and _find_join(kind, unit.output, length) == experts.join:
+                        units[place] = replace(unit, join=experts.join)
+                layout = replace(layout, units=[*units, experts])
             except ValueError as error:
                 layout = replace(layout, unprunable={**layout.unprunable, name: str(error)})
         found.append(layout)
@@ -56,10 +80,11 @@ def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyR
     width: Any = next(iter(list_linears(members[0]).values())).in_features
     tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))
     measured = measure([members[0]], Call((tokens.repeat(COPIES, 1),), {}), _TOKENS)
-    ffns = read_units(measured).ffns
+    ffns = read_units(measured).list_units(FFNLayout)
     if len(ffns) != 1:
         raise ValueError("an expert has no channels that can be removed alone")
-    layout = ExpertsLayout(name, ffns[0], _find_join(kind, name, length))
+    join = _find_join(kind, name, length)
+    layout = ExpertsLayout(kind="experts", producers={}, output=name, join=join, expert=ffns[0])
     gone = torch.arange(measured.inputs[ffns[0].output].shape[-1]) % 3 == 0
     reached = measured.list_reached(ffns[0].producers, ffns[0].output)
     for placed in map(layout.place, range(members.num_experts)):

@@ -10,7 +10,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LoRARecoveryModifier", "SparsityAllocatorModifier", "StruPruneModifier", "oneshot", "read_manifest"]
+__all__ = [
+    "LoRARecoveryModifier",
+    "SparsityAllocatorModifier",
+    "StruPruneModifier",
+    "oneshot",
+    "read_manifest",
+    "trim_vocabulary",
+]
 
 if not TYPE_CHECKING and find_spec("llmcompressor") is None:
     from struprune_plugin.export.classes import register_auto_classes
@@ -23,4 +30,5 @@ elif TYPE_CHECKING or "struprune_cli" not in sys.modules:
         StruPruneModifier,
         oneshot,
         read_manifest,
+        trim_vocabulary,
     )

@@ -28,6 +28,7 @@ from struprune_plugin.modifiers import LoRARecoveryModifier as LoRARecoveryModif
 from struprune_plugin.modifiers import SparsityAllocatorModifier as SparsityAllocatorModifier
 from struprune_plugin.modifiers import StruPruneModifier as StruPruneModifier
 from struprune_plugin.storage.manifest import read_manifest as read_manifest
+from struprune_plugin.vocabulary.trim import trim_vocabulary as trim_vocabulary
 
 for name, modifier in MODIFIERS.items():
     ModifierFactory.register(name, modifier)

@@ -30,6 +30,10 @@ _OFFLOAD = "folder for weights that do not fit in memory, during the run"
 _CHECKPOINT = "folder for finished layers; after an interruption, the same command continues"
 _PAGE = "page to write [default: OUT.html beside the folder]"
 _POINTS = "folder for the models, JSON and a picture"
+_RANKED = "text like that which the model will read, e.g. FILE.jsonl or c4"
+_TRIMMED = "folder to write; it appears when it is complete [default: show the plan, write nothing]"
+_GROWTH = "for auto: estimated growth of the bits of held-out text"
+_UNUSED = "whether added tokens for later use, e.g. <unused12>, stay"
 _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
@@ -108,6 +112,36 @@ def plan(
     screen.show({"model": model, "recipe": recipe, **asdict(found)}, told, *format_plan(found))
 
 
+def trim(
+    model: opt.Model,
+    text: Annotated[str, opt.option("--text", _RANKED, "FILE.jsonl")],
+    output: Annotated[Path | None, opt.option("--output", _TRIMMED, "OUT")] = None,
+    vocabulary: opt.Vocabulary = "auto",
+    language: opt.Language = None,
+    words: opt.Words = None,
+    limit: Annotated[float, opt.option("--limit", _GROWTH, "SHARE")] = 0.005,
+    reserved: Annotated[Literal["keep", "drop"], opt.option("--reserved", _UNUSED)] = "keep",
+    text_column: Annotated[str, opt.option("--text-column", "column of the text in --text", "NAME")] = "text",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    overwrite: opt.Overwrite = False,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Remove tokens that a user's text does not need, from tokenizer, embeddings and head alike.
+
+    Text whose tokens all stay is cut as before. Without --output, only the curve of sizes is shown.
+    """
+    screen, size = Screen(as_json, quiet), opt.read_vocabulary(vocabulary)
+    ranked: dict[str, Any] = {"text_column": text_column, "language": language, "words": words}
+    opt.prepare(screen, [model])
+    from struprune_plugin.vocabulary.trim import trim_vocabulary
+
+    ranked |= {"vocabulary": size, "limit": limit, "reserved": reserved}
+    record = trim_vocabulary(model, output, text, overwrite, trust_remote_code, **ranked)
+    told = record.model_dump(exclude={"kept"})
+    screen.show({"output": output, **told}, *tables.summarize_vocabulary(record, output))
+
+
 def eval_(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="model folders or hub names")],
     text: opt.ScoredText = None,
@@ -126,7 +160,8 @@ def eval_(
 ) -> None:
     """Measure perplexity and lm-eval tasks of dense, pruned or quantised models, in one table.
 
-    Perplexity is per token, over windows of fixed length; with --tasks alone it is left out.
+    Perplexity is per token, over windows of fixed length: it does not compare models with different tokenizers, bits per byte
+    do. With --tasks alone both are left out.
     """
     screen = Screen(as_json, quiet)
     for option, value in {"--limit": limit, "--include-path": include_path}.items():
@@ -142,7 +177,7 @@ def eval_(
     names, source = [name.strip() for name in tasks.split(",") if tasks], text or (None if tasks else DEMO_TEST)
     harness = names, include_path, limit
     asked = Scoring(
-        source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype, not no_window_bos
+        source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype, not no_window_bos, True
     )
     dense, scorer = find_dense(paths), make_scorer(asked, paths)
     scores = {path: scorer(path) for path in dict.fromkeys(paths)}
@@ -313,7 +348,7 @@ def describe_run(
 
 # -- the whole ------------------------------------------------------------------------------------------------------
 
-COMMANDS = (prune, plan, eval_, convert, inspect, report, sweep, recipes)
+COMMANDS = (prune, trim, plan, eval_, convert, inspect, report, sweep, recipes)
 _EPILOG = (
     "Exit status: 0 if the whole job is done, 2 for bad input (one line on stderr names the remedy), "
     "130 and 143 after Ctrl-C and SIGTERM, 1 for other failures."

@@ -38,6 +38,13 @@ Dtype = Annotated[Floats, option("--dtype", "dtype that the model is loaded in")
 Overwrite = Annotated[bool, option("--overwrite", "replace an earlier output")]
 TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code that comes with the model")]
 
+_SIZE = "rows that stay: a share, a number, or auto"
+_LANGUAGE = "languages whose common words count beside the text, e.g. en,de (needs wordfreq)"
+_WORDS = "file of common words, one per line, with or without a count"
+Vocabulary = Annotated[str, option("--vocabulary", _SIZE, "N")]
+Language = Annotated[str | None, option("--language", _LANGUAGE, "L")]
+Words = Annotated[Path | None, option("--words", _WORDS, "FILE", exists=True, dir_okay=False)]
+
 _TEXT = "Calibration text"
 _DATA = "FILE.jsonl, c4, wikitext2, or a hub data set [default: a shipped sample]"
 _SAMPLES = "number of calibration samples [default: 64; 256 with effort best]"
@@ -132,6 +139,13 @@ def read_sparsities(text: str) -> list[float]:
             "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
         )
     return found
+
+
+def read_vocabulary(text: str) -> float | Literal["auto"]:
+    """Parse a share or a number of rows, or ``auto``."""
+    with suppress(ValueError):
+        return "auto" if text == "auto" else float(text)
+    raise ValueError(f"--vocabulary: must be auto, a share or a number of rows, got {text!r}. For half, write 0.5.")
 
 
 def read_pick(text: str) -> float:

@@ -38,6 +38,7 @@ class Scoring:
     batch_size: int = 8
     dtype: str = "float32"
     window_bos: bool = True
+    bits: bool = False  # whether bits per byte are measured, too
 
 
 def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]:
@@ -64,6 +65,9 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
         found: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
         if asked.text is not None:
             found["perplexity"] = scoring.measure_perplexity(model, read_tokens(path), asked.window, asked.batch_size)
+        if asked.text is not None and asked.bits:
+            texts = scoring.cut_texts(read_texts(str(asked.text), asked.text_column, tokenizer), asked.max_tokens)
+            found["bits per byte"] = scoring.measure_bits(model, tokenizer, texts, asked.window, asked.batch_size)
         if manager is not None:
             results = scoring.run_tasks(model, tokenizer, asked.tasks, manager, asked.batch_size, asked.limit)
             for task, metrics in results.items():
@@ -113,13 +117,16 @@ def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecor
     dtype = f", {asked.dtype}" if asked.dtype != "float32" else ""
     results = []
     if asked.text is not None:
-        name = f"perplexity, {asked.text.name}, windows of {asked.window}{'' if asked.window_bos else ' of one stream'}"
-        name += f", first {asked.max_tokens:,} tokens" if asked.max_tokens else ""
-        results.append(ResultRecord(name + dtype, score["perplexity"], dense.get("perplexity")))
+        most, stream = asked.max_tokens, "" if asked.window_bos else " of one stream"
+        for column, unit, each, told in (("perplexity", "tokens", 1, stream), ("bits per byte", "bytes", 4, "")):
+            name = f"{column}, {asked.text.name}, windows of {asked.window}{told}"
+            name += f", first {each * most:,} {unit}" if most else ""
+            if column in score:
+                results.append(ResultRecord(name + dtype, score[column], dense.get(column)))
     limit = f", {asked.limit} examples" if asked.limit else ""
     for column, value in score.items():
         task, space, metric = column.partition(" ")
-        if space and "_stderr" not in metric:
+        if space and column != "bits per byte" and "_stderr" not in metric:
             name, comma, chosen = column.partition(",")
             errors = (each.get(f"{name}_stderr{comma}{chosen}") for each in (score, dense))
             known = (None if error is None or math.isnan(error) else float(error) for error in errors)

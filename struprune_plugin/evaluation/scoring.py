@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,6 +44,67 @@ def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batc
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
         losses.append(loss.double())
     return torch.cat(losses).mean().exp().item()
+
+
+@torch.no_grad()
+def measure_bits(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], window: int, batch_size: int = 8
+) -> float:
+    """Return bits per byte of UTF-8, which compare models with different tokenizers, as their perplexity per token does not.
+
+    Every text is cut at white space into pieces of about ``4 * window`` bytes, the same for every tokenizer. Each is read on its
+    own, behind the tokenizer's first special token (its end-of-text token where it has no beginning), and all its tokens count.
+
+    :raises ValueError: there is no text
+    """
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    first = [] if start is None else [start]
+    most = (getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize) - 1
+    pieces = [piece for text in texts for piece in cut_pieces(text, 4 * window)]
+    rows: list[Tensor] = []
+    for piece in pieces:
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        rows += (torch.tensor(first + ids[at : at + most], dtype=torch.int64) for at in range(0, len(ids), most))
+    rows, total = sorted(rows, key=len, reverse=True), 0.0
+    with tqdm(total=len(rows), desc="bits per byte", leave=False) as bar:
+        while rows:
+            many = max(min(batch_size, _SCORED // len(rows[0])), 1)
+            batch, rows = rows[:many], rows[many:]
+            tokens = pad_sequence(batch, batch_first=True).to(model.device)
+            mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True).to(model.device)
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+            total += float((loss.double() * mask[:, 1:]).sum())
+            bar.update(len(batch))
+    size = sum(len(piece.encode("utf-8", "replace")) for piece in pieces)
+    if not size:
+        raise ValueError("text: must hold at least one character, got none. Use more text.")
+    return total / math.log(2) / size
+
+
+def cut_texts(texts: Sequence[str], max_tokens: int | None) -> Sequence[str]:
+    """Return the first of some texts, of four bytes for each of ``max_tokens``; all where it is None."""
+    if max_tokens is None:
+        return texts
+    found, left = [], 4 * max_tokens
+    for text in texts:
+        found.append(text.encode("utf-8", "replace")[:left].decode("utf-8", "ignore"))
+        left -= len(found[-1].encode())
+        if left <= 0:
+            break
+    return found
+
+
+def cut_pieces(text: str, size: int) -> Iterator[str]:
+    """Yield the parts of a text of about ``size`` bytes, each of which ends before white space where there is some."""
+    rest = text.encode("utf-8", "replace")
+    while rest:
+        end = len(rest)
+        if end > size:
+            found = re.search(rb"\s", rest[size:])
+            end = size + found.start() if found else end
+        yield rest[:end].decode("utf-8")
+        rest = rest[end:]
 
 
 def load_checkpoint(

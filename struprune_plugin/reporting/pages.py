@@ -15,11 +15,13 @@ from struprune_plugin.reporting.tables import (
     describe_units,
     list_facts,
     list_result_rows,
+    list_vocabulary_facts,
     read_label,
     read_saved_config,
 )
 from struprune_plugin.storage.files import is_hub_name
-from struprune_plugin.storage.manifest import Manifest, ResultRecord, read_manifest, write_manifest
+from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, ResultRecord, read_manifest, write_manifest
+from struprune_plugin.storage.vocabulary_record import read_record
 
 CARD_NAME = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language")  # copied from the dense model's card
@@ -33,16 +35,17 @@ _TEMPLATES = Environment(
 )
 
 
-def _fill(template: str, manifest: Manifest, folder: Path, **values: Any) -> str:
+def _fill(template: str, manifest: Manifest | None, folder: Path, base: str, **values: Any) -> str:
     """Return a rendered template; in HTML, all values are escaped."""
-    facts, rows = list_facts(manifest, folder), list_result_rows(manifest.evaluation)
-    versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
-    shared = {"manifest": manifest, "name": Path(manifest.model.base).name, "facts": facts, "rows": rows}
+    facts = list_facts(manifest, folder) if manifest else list_vocabulary_facts(read_record(folder))
+    rows = list_result_rows(manifest.evaluation) if manifest else []
+    versions = ", ".join(f"{name} {value}" for name, value in (manifest.versions if manifest else {}).items())
+    shared = {"manifest": manifest, "name": Path(base).name, "facts": facts, "rows": rows}
     return _TEMPLATES.get_template(template).render(shared, versions=versions, **values)
 
 
 def write_card(folder: Path) -> None:
-    """Write the model card of a pruned folder; log a warning if that fails, so that no run is lost."""
+    """Write the model card of a pruned or trimmed folder; log a warning if that fails, so that no run is lost."""
     try:
         text = make_card(folder)
         ModelCard(text)  # raises on what the Hub could not read
@@ -52,9 +55,10 @@ def write_card(folder: Path) -> None:
 
 
 def make_card(folder: Path) -> str:
-    """Return the text of the model card of a pruned folder."""
-    manifest, config = read_manifest(folder), read_saved_config(folder)
-    base = manifest.model.base
+    """Return the text of the model card of a pruned or trimmed folder."""
+    record, config = read_record(folder), read_saved_config(folder)
+    manifest = None if record and not (folder / MANIFEST_NAME).is_file() else read_manifest(folder)
+    base = manifest.model.base if manifest else record.base if record else ""
     hub_name = base if "/" in base and not Path(base).is_dir() and is_hub_name(base) else None
     data = ModelCardData(
         base_model=hub_name,
@@ -66,7 +70,7 @@ def make_card(folder: Path) -> str:
     )
     own_code, gguf = "auto_map" in config, next((file.name for file in folder.glob("*.gguf")), "")
     values = {"data": data.to_yaml(), "hub_name": hub_name, "own_code": own_code, "gguf": gguf}
-    return _fill("model_card.md.jinja", manifest, folder, **values)
+    return _fill("model_card.md.jinja", manifest, folder, base, **values)
 
 
 def _read_carried(base: str) -> dict[str, Any]:
@@ -103,4 +107,4 @@ def make_page(folder: Path, manifest: Manifest) -> str:
     modules = [(group, *describe_units(group), read_label(group) == first) for group in manifest.groups]
     values = {"modules": modules, "most": most}
     text = recipe.read_text(encoding="utf-8") if recipe.is_file() else "# this folder holds no recipe.yaml\n"
-    return _fill("report.html.jinja", manifest, folder, recipe=text, **values)
+    return _fill("report.html.jinja", manifest, folder, manifest.model.base, recipe=text, **values)

@@ -18,6 +18,7 @@ from struprune_plugin.storage.manifest import (
     RoundingRecord,
     read_manifest,
 )
+from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, VocabularyRecord, read_record
 
 _BAR = 20
 
@@ -82,6 +83,21 @@ def show_limit(record: LimitRecord) -> str:
     return f"asked {format_bytes(record.asked)}, planned {format_bytes(record.planned)}"
 
 
+def list_vocabulary_facts(record: VocabularyRecord | None) -> list[tuple[str, str]]:
+    """Return (name, text) of the facts about a trimmed vocabulary; none where it is whole."""
+    if record is None:
+        return []
+    before, after = record.held_out_tokens_before, record.held_out_tokens_after
+    share = record.parameters_after / record.parameters_before - 1
+    longer = f"{before:,} → {after:,} tokens ({after / before - 1:+.2%}) for {format_bytes(record.held_out_bytes)}"
+    facts = [
+        ("vocabulary", f"{record.rows_before:,} → {record.rows_after:,} tokens ({share:+.1%} of the whole model)"),
+        ("held-out text", longer),
+    ]
+    lost = ", ".join(name.title() for name in record.lost_scripts)
+    return [*facts, ("scripts without words", lost)] if lost else facts
+
+
 def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
     budget, model, settings = manifest.budget, manifest.model, manifest.settings
@@ -97,6 +113,7 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     facts = [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%} of the whole model)"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
+        *list_vocabulary_facts(read_record(folder)),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
         ("units that stay", ", ".join(f"{name} {min(of):.0%} to {max(of):.0%}" for name, of in shares.items())),
         ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
@@ -148,6 +165,8 @@ def summarize_manifest(manifest: Manifest, folder: Path) -> str:
 
 def summarize_output(folder: Path) -> list[str]:
     """Return what a run left and where to go next, as paragraphs of at most 25 lines together."""
+    if (record := read_record(folder)) and not (folder / MANIFEST_NAME).is_file():
+        return summarize_vocabulary(record, folder)
     if not (folder / MANIFEST_NAME).is_file():
         return [f"wrote {folder}"]
     manifest, code = (
@@ -161,6 +180,24 @@ def summarize_output(folder: Path) -> list[str]:
         ("in Python", f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{code})'),
     ]
     return [summarize_manifest(manifest, folder), f"wrote {folder}", format_facts(following)]
+
+
+def summarize_vocabulary(record: VocabularyRecord, folder: Path | None = None) -> list[str]:
+    """Return the curve of a vocabulary's sizes and what is planned, or was written into a folder, as paragraphs."""
+    whole, rows = record.parameters_before, []
+    for point in record.curve:
+        chosen = "←" if point.rows == record.rows_after else ""
+        rows.append([f"{point.rows:,}", f"{point.parameters / whole - 1:+.1%}", f"{point.tokens_more:+.2%}", chosen])
+    curve = str(Table(["rows", "whole model", "held-out tokens, at most", ""], rows))
+    told = [curve, format_facts([("trimmed from", record.base), *list_vocabulary_facts(record)])]
+    if folder is None:
+        return told
+    following = [
+        (f"struprune eval {record.base} {folder}", "measures it in bits per byte"),
+        (f"struprune prune {folder}", "prunes it"),
+        (f"{folder / VOCABULARY_NAME}", "holds the old id of every new one (`kept`)"),
+    ]
+    return [*told, f"wrote {folder}", format_facts(following)]
 
 
 def list_result_rows(results: Sequence[ResultRecord]) -> list[list[str]]:

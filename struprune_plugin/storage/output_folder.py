@@ -18,6 +18,7 @@ from loguru import logger
 from struprune_plugin.runtime.distributed import compute_on_rank0, wait_for_all
 from struprune_plugin.storage.files import check_place, flush
 from struprune_plugin.storage.manifest import MANIFEST_NAME
+from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME
 
 _NEW, _OLD, _LOCK = "new", "old", "lock"  # in the temporary folder: the output, and the earlier one between two renames
 TEMPLATES = "additional_chat_templates"  # folder of a tokenizer's other templates
@@ -26,7 +27,10 @@ _CARRIED = """
     special_tokens_map.json chat_template.* chat_template*.jinja *processor_config.json sentence*_config.json
     tokenization_*.py *processing_*.py LICENSE* NOTICE* USE_POLICY*
 """
-CARRIED = _CARRIED.split()  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
+CARRIED = [
+    *_CARRIED.split(),
+    VOCABULARY_NAME,
+]  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
 _WEIGHTS = ("*.gguf", "model.safetensors*", "model-?????-of-?????.safetensors")
 _OURS = [*CARRIED, *_WEIGHTS, MANIFEST_NAME, "recipe.yaml", "README.md", "*.py", "config.json", "*_config.json"]
 
@@ -56,7 +60,7 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
             "replace an earlier output."
         )
     strange = next((f"also {path.name}" for path in found if not _is_ours(path)), "")
-    if strange or (found and not (folder / MANIFEST_NAME).is_file()):
+    if strange or (found and not any((folder / name).is_file() for name in (MANIFEST_NAME, VOCABULARY_NAME))):
         raise ValueError(
             f"output_dir: must hold an earlier output of StruPrune and nothing else to be overwritten, {folder} holds "
             f"{strange or f'no {MANIFEST_NAME}'}. Choose another path, or move that away."

@@ -28,6 +28,7 @@ ORDER = [
         "export",
         "reporting",
         "evaluation",
+        "vocabulary",
         "recovery",
     ),
     *("pruning", "allocation", "units", "paper", "modifiers", "recipes", "", "cli"),

@@ -6,8 +6,16 @@ from helpers.models import ROOT, make_opt
 
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import scoring
-from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.scoring import (
+    check_tasks,
+    cut_pieces,
+    cut_texts,
+    load_checkpoint,
+    measure_bits,
+    measure_perplexity,
+    run_tasks,
+)
+from struprune_plugin.evaluation.text import DEMO_MODEL, DEMO_TEST, read_texts
 
 
 def _naive_perplexity(model, tokens, window):
@@ -79,3 +87,30 @@ def test_run_tasks_scores_what_the_harness_scores(monkeypatch):
     for task in tasks:
         assert ours[task].items() <= stock[task].items()
         assert all("," in name for name in ours[task]), "numbers that are no metrics are left out"
+
+
+# -- bits per byte --------------------------------------------------------------------------------------------------
+
+
+def test_bits_per_byte_are_those_of_every_piece_alone():
+    model, tokenizer = load_checkpoint(str(DEMO_MODEL))
+    texts = [text[:700] for text in read_texts(DEMO_TEST)[:3]]
+    nats = 0.0
+    for piece in (piece for text in texts for piece in cut_pieces(text, 4 * 16)):
+        ids = torch.tensor([tokenizer.bos_token_id, *tokenizer(piece, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            chances = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        nats -= chances[torch.arange(len(ids) - 1), ids[1:]].sum().item()
+    size = sum(len(text.encode()) for text in texts)
+    assert measure_bits(model, tokenizer, texts, 16, 3) == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    with pytest.raises(ValueError, match="at least one character"):
+        measure_bits(model, tokenizer, [""], 16)
+
+
+def test_pieces_end_before_white_space_and_make_up_the_text():
+    text = "one two  three\n👩‍👩‍👧 five" + "x" * 40
+    pieces = list(cut_pieces(text, 6))
+    assert "".join(pieces) == text
+    assert all(piece[0].isspace() for piece in pieces[1:])
+    assert cut_texts([text, "b", "c"], 2) == [text[:8]]
+    assert cut_texts([text], None) == [text]

@@ -64,19 +64,21 @@ def test_results_go_with_the_output(out, opt, monkeypatch, capsys):
     assert cli.main(["eval", str(opt), str(out), *EVAL, *text, *tasks, "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
     evaluation = read_manifest(out).evaluation
-    perplexity, task = evaluation
+    perplexity, bits, task = evaluation
     assert perplexity.name == "perplexity, test.jsonl, windows of 32, first 512 tokens"
     assert perplexity.value == scores[str(out)]["perplexity"]
     assert perplexity.dense == scores[str(opt)]["perplexity"]
+    assert bits.name == "bits per byte, test.jsonl, windows of 32, first 2,048 bytes"
+    assert bits.value == scores[str(out)]["bits per byte"]
     assert task.name == "struprune_demo_word_order, acc, 10 examples"
     assert 0 < task.stderr < 0.5
     assert task.dense == scores[str(opt)]["struprune_demo_word_order acc"]
     card = ModelCard.load(out / "README.md").text
     assert all(result.name in card for result in evaluation)
     assert cli.main(["eval", str(out), *EVAL, *text]) == 0  # again: one entry, not two
-    assert len(read_manifest(out).evaluation) == 2
+    assert len(read_manifest(out).evaluation) == 3
     assert cli.main(["eval", str(out), "--window", "16", "--max-tokens", "256", *text]) == 0
-    assert read_manifest(out).evaluation[-1].name == "perplexity, test.jsonl, windows of 16, first 256 tokens"
+    assert read_manifest(out).evaluation[-2].name == "perplexity, test.jsonl, windows of 16, first 256 tokens"
 
 
 def test_results_do_not_follow_into_what_is_made_from_an_output(out, tmp_path):

@@ -1,0 +1,112 @@
+"""What a smaller vocabulary costs: bits per byte on several texts, at several sizes of a model in memory.
+
+    python -m eval.vocabulary --model MODEL --text books.jsonl --text code.py --language en \
+        --score WikiText-2=DATA/wikitext2_test.jsonl --score how-to=piqa.jsonl:query --sizes 0.8,0.6,0.4
+
+Texts are JSON lines (``FILE:COLUMN``; the column is ``text`` if left out) or any other text file, read whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_bits
+from struprune_plugin.evaluation.text import read_texts
+from struprune_plugin.reporting.tables import Table
+from struprune_plugin.vocabulary.trim_plan import Ranking, TrimPlan, check_source, plan_trim
+
+
+def read_any(source: str) -> list[str]:
+    """Return the texts of ``FILE``, ``FILE:COLUMN`` or any other text file."""
+    name, _, column = source.partition(":")
+    return read_texts(name, column or "text") if name.endswith(".jsonl") else [Path(name).read_text(encoding="utf-8")]
+
+
+def take_bytes(texts: list[str], most: int) -> list[str]:
+    """Return the first bytes of some texts."""
+    joined = "\n".join(texts).encode()
+    return [joined[:most].decode(errors="ignore")]
+
+
+def list_sizes(
+    model: PreTrainedModel, plan: TrimPlan, sizes: list[int]
+) -> Iterator[tuple[int, PreTrainedTokenizerFast]]:
+    """Yield sizes with the tokenizer of each, while the model has these rows alone."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    whole = [end.weight for end in ends]
+    loaded = plan.source.loaded
+    for size in sizes:
+        gone = {*plan.order[: plan.num_tokens - size]}
+        kept = sorted(number for number in plan.source.tokenizer.tokens if number not in gone)
+        rows = torch.tensor([number for number in kept if number < plan.source.num_rows])
+        weights = {id(weight): nn.Parameter(weight[rows.to(weight.device)]) for weight in whole}
+        for end, weight in zip(ends, whole, strict=True):
+            end.weight = weights[id(weight)]
+        smaller = plan.source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)})
+        names = {"bos_token": loaded.bos_token, "eos_token": loaded.eos_token}
+        yield size, PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(smaller), **names)
+    for end, weight in zip(ends, whole, strict=True):
+        end.weight = weight
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument(
+        "--text", action="append", required=True, help="text that tokens are ranked by; may be repeated"
+    )
+    parser.add_argument("--language")
+    parser.add_argument("--score", action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--sizes", default="0.8,0.6,0.4", help="shares of the rows, or numbers of rows")
+    parser.add_argument("--bytes", type=int, default=12_000, help="scored of every text")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parsed = parser.parse_args()
+    texts = {name: read_any(file) for name, _, file in (entry.partition("=") for entry in parsed.score)}
+    texts = {name: take_bytes(several, parsed.bytes) for name, several in texts.items()}
+    source = check_source(parsed.model)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for name in parsed.text for text in read_any(name))
+        file.flush()
+        start = time.perf_counter()
+        plan = plan_trim(source, Ranking(file.name, language=parsed.language, limit=0.9))
+    print(f"ranked in {time.perf_counter() - start:.0f} s; at least {plan.least} rows", flush=True)
+    model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
+    found = {
+        source.num_rows: {name: measure_bits(model, tokenizer, text, parsed.window) for name, text in texts.items()}
+    }
+    print(found, flush=True)
+    sizes = [float(size) for size in parsed.sizes.split(",")]
+    rounded = [round((size * source.num_rows if size < 1 else size) / 64) * 64 for size in sizes]
+    for size, smaller in list_sizes(model, plan, rounded):
+        found[size] = {name: measure_bits(model, smaller, text, parsed.window) for name, text in texts.items()}
+        print(size, found[size], flush=True)
+    print(show(plan, found))
+
+
+def show(plan: TrimPlan, found: dict[int, dict[str, float]]) -> Table:
+    """Return one row per size: share of the whole model, tokens more as estimated, bits per byte and their mean growth."""
+    dense, whole = next(iter(found.values())), plan.estimate(plan.source.num_rows).parameters
+    rows = []
+    for size, bits in found.items():
+        point = plan.estimate(size)
+        growth = sum(bits[name] / dense[name] - 1 for name in dense) / len(dense)
+        cells = [f"{value:.4f}" for value in bits.values()]
+        rows.append(
+            [f"{size:,}", f"{point.parameters / whole - 1:+.1%}", f"{point.tokens_more:+.2%}", *cells, f"{growth:+.2%}"]
+        )
+    return Table(["rows", "whole model", "held-out tokens", *dense, "mean"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""``trim_vocabulary``: a model's folder with fewer tokens in its tokenizer, its configuration files and its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from bisect import bisect_left
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from struprune_plugin.reporting.pages import write_card
+from struprune_plugin.runtime.torch_state import reset_torch
+from struprune_plugin.storage.checkpoint import load_tokenizer
+from struprune_plugin.storage.files import write_whole
+from struprune_plugin.storage.manifest import carry_manifest
+from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
+from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
+from struprune_plugin.vocabulary.order import find_script
+from struprune_plugin.vocabulary.tensor_rows import copy_tensors
+from struprune_plugin.vocabulary.token_ids import change_sizes, renumber
+from struprune_plugin.vocabulary.tokenizer_json import FILE_NAME, TokenizerJson
+from struprune_plugin.vocabulary.trim_plan import Ranking, TrimPlan, check_source, plan_trim
+
+_OLD = "vocab.json vocab.txt merges.txt added_tokens.json bpe.codes dict.txt *.model *.spm *.tiktoken tekken.json"
+_FEW = 20  # tokens that a script must have to be told
+
+
+@reset_torch()
+def trim_vocabulary(
+    model: str | os.PathLike,
+    output_dir: str | os.PathLike | None,
+    text: str | os.PathLike,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    revision: str = "main",
+    **ranking: Any,
+) -> VocabularyRecord:
+    """Write a model's folder with fewer tokens: a stock folder of the same class, with the same logits of the tokens that stay.
+
+    :param model: a folder or hub name
+    :param output_dir: folder to write, which appears when it is complete, or not at all. None writes nothing
+    :param text: text like that which the model will read: a JSON-lines file, ``c4``, ``wikitext2`` or a hub name
+    :param overwrite: let ``output_dir`` replace an earlier output of StruPrune
+    :param trust_remote_code: run the code that comes with the model
+    :param revision: branch, tag or commit on the hub
+    :param ranking: other fields of :class:`struprune_plugin.vocabulary.trim_plan.Ranking`: ``vocabulary``, ``language`` and so on
+    :return: what goes, and its estimated cost
+    :raises ValueError: bad input, before anything is written
+    """
+    settings, name = Ranking(text, **ranking), os.fspath(model)
+    inputs = [path for path in (name, text, ranking.get("words")) if path is not None]
+    if output_dir is not None:
+        check_output(Path(output_dir), overwrite, inputs)
+    plan = plan_trim(check_source(name, settings.reserved, trust_remote_code, revision), settings)
+    if output_dir is None:
+        return describe_trim(plan)
+    with write_folder(Path(output_dir), overwrite, inputs) as folder:
+        return write_trim(plan, folder)
+
+
+def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
+    """Write a trimmed model into an empty folder: the small files, which are checked, then its weights."""
+    source, kept = plan.source, plan.kept
+    new_ids = {old: new for new, old in enumerate(kept)}
+    changed = [*_OLD.split(), FILE_NAME, *source.settings]
+    for file in sorted(source.folder.iterdir()):
+        is_carried, is_changed = (any(fnmatch(file.name, n) for n in names) for names in ([*CARRIED, "*.py"], changed))
+        if file.is_file() and is_carried and not is_changed:
+            shutil.copyfile(file, folder / file.name)
+    if (source.folder / TEMPLATES).is_dir():
+        shutil.copytree(source.folder / TEMPLATES, folder / TEMPLATES)
+    for name, content in source.settings.items():
+        if name == "config.json":
+            content = change_sizes(content, source.num_rows, lambda size: bisect_left(kept, size))
+        write_whole(folder / name, json.dumps(renumber(content, new_ids), ensure_ascii=False, indent=2) + "\n")
+    write_whole(folder / FILE_NAME, source.tokenizer.make_smaller(new_ids))
+    _check_tokenizer(plan, folder, new_ids)
+    copy_tensors(source.folder, folder, source.stored, source.rows, kept)
+    record = describe_trim(plan)
+    earlier = read_record(source.folder)
+    if earlier is not None:
+        record = record.model_copy(update={"base": earlier.base, "kept": [earlier.kept[old] for old in kept]})
+    write_record(record, folder)
+    carry_manifest(source.folder, folder)
+    write_card(folder)
+    return record
+
+
+def _check_tokenizer(plan: TrimPlan, folder: Path, new_ids: dict[int, int]) -> None:
+    """Raise if the written tokenizer gives a token another id, or the held-out text another content."""
+    source, written = plan.source, load_tokenizer(folder, trust_remote_code=False)
+    wanted = {source.tokenizer.tokens[old]: new for old, new in new_ids.items()}
+    found = written.get_vocab()
+    wrong = [token for token, number in wanted.items() if found.get(token) not in (number, None)]
+    wrong += [*(found.keys() ^ wanted.keys())]
+    for text in () if wrong else plan.held_out:
+        decoded = [each.decode(each(text, add_special_tokens=False).input_ids) for each in (source.loaded, written)]
+        wrong += [decoded[1]] if decoded[0] != decoded[1] else []
+    if wrong:
+        raise ValueError(
+            f"tokenizer: {source.name} must give the same text with fewer tokens, got {wrong[0][:80]!r} wrong. Prune it without "
+            "trimming its vocabulary."
+        )
+
+
+def describe_trim(plan: TrimPlan) -> VocabularyRecord:
+    """Return the record of a trimming."""
+    source, kept = plan.source, plan.kept
+    smaller = TokenizerJson({}, source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)}))
+    scripts = {number: find_script(source.tokenizer.show(number)) for number in source.tokenizer.tokens}
+    before, after = Counter(scripts.values()), Counter(scripts[number] for number in kept)
+    point, whole = plan.estimate(plan.size), plan.estimate(source.num_rows)
+    return VocabularyRecord(
+        base=source.name,
+        rows_before=source.num_rows,
+        rows_after=plan.size,
+        parameters_before=whole.parameters,
+        parameters_after=point.parameters,
+        held_out_bytes=sum(len(text.encode("utf-8", "replace")) for text in plan.held_out),
+        held_out_tokens_before=source.tokenizer.count(plan.held_out).total(),
+        held_out_tokens_after=smaller.count(plan.held_out).total(),
+        scripts={name: (count, after[name]) for name, count in before.items() if name and count >= _FEW},
+        curve=plan.draw_curve(),
+        kept=kept,
+    )

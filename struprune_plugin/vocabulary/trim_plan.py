@@ -1,0 +1,224 @@
+"""Which tokens of a model go: checks, ranking, the curve of sizes and the size that is taken. Nothing is written."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedTokenizerBase
+
+from struprune_plugin.evaluation.text import stream_texts
+from struprune_plugin.model.structure.shrinking import find_vocabulary
+from struprune_plugin.storage.checkpoint import find_custom_class, load_tokenizer, read_config
+from struprune_plugin.storage.files import shorten_error
+from struprune_plugin.storage.output_folder import CARRIED
+from struprune_plugin.storage.vocabulary_record import CurvePoint
+from struprune_plugin.vocabulary.order import find_script, grow_counts, order_tokens
+from struprune_plugin.vocabulary.ranking_text import count_words, list_template_texts, read_words, split_texts
+from struprune_plugin.vocabulary.tensor_rows import Stored, find_row_tensors, match_rows, read_headers
+from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read_settings
+from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson, read_tokenizer_json
+
+MULTIPLE = 64  # of rows: engines pad to it
+BITS_PER_TOKEN = 2.0  # growth of a text's bits over that of its number of tokens; measured, docs/vocabulary.md
+_RESERVED = re.compile(r"unused|reserved|^\W*(extra|special)_?\d", re.IGNORECASE)
+_SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the rows, in the curve
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What tokens are ranked by, and how far they may go.
+
+    :param text: a JSON-lines file, a folder's name on the hub, ``c4`` or ``wikitext2``: text like that which the model will read
+    :param vocabulary: share of the rows, or their number, that stays; ``auto`` takes the smallest within ``limit``
+    :param language: languages whose words count beside the text, e.g. ``en`` or ``en,de``
+    :param words: a file of words in place of the language's list
+    :param limit: for ``auto``: estimated growth of the held-out text's bits
+    :param reserved: whether added tokens for later use, e.g. ``<unused12>``, stay
+    """
+
+    text: str | os.PathLike
+    vocabulary: float | Literal["auto"] = "auto"
+    text_column: str = "text"
+    language: str | None = None
+    words: str | os.PathLike | None = None
+    limit: float = 0.005
+    reserved: Literal["keep", "drop"] = "keep"
+
+    def __post_init__(self) -> None:
+        size = self.vocabulary
+        if size != "auto" and (isinstance(size, str) or not size > 0 or (size > 1 and size != int(size))):
+            raise ValueError(
+                f"vocabulary: must be auto, a share of the rows in (0, 1) or a number of rows, got {size!r}. Write 0.5, for half."
+            )
+        if not 0 < self.limit < 1:
+            raise ValueError(f"limit: must be in (0, 1), got {self.limit}. For half a percent, write 0.005.")
+        if self.reserved not in ("keep", "drop"):
+            raise ValueError(f"reserved: must be keep or drop, got {self.reserved!r}. Correct it.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model whose vocabulary can be trimmed: it has passed all checks that need no text.
+
+    :param settings: contents of the configuration files by name
+    :param rows: names of the tensors with a row per token
+    :param fixed: ids that stay
+    :param dropped: ids of reserved tokens that go
+    """
+
+    name: str
+    folder: Path
+    num_rows: int
+    loaded: PreTrainedTokenizerBase
+    tokenizer: TokenizerJson
+    settings: dict[str, dict[str, Any]]
+    stored: dict[str, Stored]
+    rows: list[str]
+    fixed: set[int]
+    dropped: set[int]
+
+
+@dataclass(frozen=True)
+class TrimPlan:
+    """What goes.
+
+    :param order: ids in the order in which they would go, of all that can
+    :param growth: share of tokens more in the held-out text, after each of them
+    """
+
+    source: Source
+    order: list[int]
+    growth: list[float]
+    least: int  # rows
+    size: int  # rows
+    held_out: list[str]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that have a row; the other rows go first."""
+        return sum(number < self.source.num_rows for number in self.source.tokenizer.tokens)
+
+    @property
+    def kept(self) -> list[int]:
+        """Sorted ids of the tokens that stay."""
+        gone = {*self.order[: self.num_tokens - self.size]}
+        return sorted(number for number in self.source.tokenizer.tokens if number not in gone)
+
+    def estimate(self, size: int) -> CurvePoint:
+        """Return what a size is estimated to cost."""
+        stored, gone = self.source.stored, self.num_tokens - size
+        row = sum(stored[name].count // stored[name].shape[0] for name in self.source.rows)
+        whole = sum(tensor.count for tensor in stored.values())
+        more = self.growth[gone - 1] if gone > 0 else 0.0
+        return CurvePoint(size, whole - row * (self.source.num_rows - size), more)
+
+    def draw_curve(self) -> list[CurvePoint]:
+        """Return the sizes of a curve, the largest first, with the planned one."""
+        sizes = {self.size, *(_round(share * self.source.num_rows) for share in _SHARES)}
+        return [self.estimate(size) for size in sorted(sizes, reverse=True) if self.least <= size <= self.num_tokens]
+
+
+def check_source(model: str, reserved: str = "keep", trusts: bool = False, revision: str = "main") -> Source:
+    """Return a model whose vocabulary can be trimmed; reads no weights and runs tiny instances of its class alone.
+
+    :param model: a folder or hub name
+    :param reserved: as in :class:`Ranking`
+    :raises ValueError: it cannot; docs/vocabulary.md lists why
+    """
+    config = read_config(model, revision, trusts)
+    folder, num_rows = _find_folder(model, revision), find_vocabulary(config)
+    tokenizer, settings = read_tokenizer_json(folder), read_settings(folder, config)
+    change_sizes(settings["config.json"], num_rows, int)  # raises
+    stored = read_headers(folder)
+    rows = match_rows(stored, find_row_tensors(config, find_custom_class(model, config, revision)), num_rows)
+    loaded = load_tokenizer(folder, revision, trusts)
+    if strange := loaded.get_vocab().keys() ^ {*tokenizer.tokens.values()}:
+        raise ValueError(
+            f"tokenizer: tokenizer.json must hold the tokens that AutoTokenizer loads, got {sorted(strange)[0]!r} in one of them. "
+            "Load the tokenizer and save it into the folder with save_pretrained."
+        )
+    named = set[int]().union(*map(list_named, settings.values()))
+    template = tokenizer.count(list_template_texts(loaded.chat_template))
+    fixed = tokenizer.list_fixed() | {number for number in named if number in tokenizer.tokens} | {*template}
+    if rowless := sorted(number for number in named - tokenizer.tokens.keys() if number < num_rows):
+        raise ValueError(
+            f"config.json: token ids must be tokens of the tokenizer, got {rowless[0]}, which it lacks. Correct the id."
+        )
+    reservable = {number for number in fixed - named - {*template} if _RESERVED.search(tokenizer.tokens[number])}
+    dropped = {n for n in reservable if tokenizer.tokens[n] in tokenizer.added} if reserved == "drop" else set[int]()
+    return Source(model, folder, num_rows, loaded, tokenizer, settings, stored, rows, fixed - dropped, dropped)
+
+
+def _find_folder(model: str, revision: str) -> Path:
+    """Return a model's folder, or that of the hub's cache, with all its files."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        patterns = [*CARRIED, "*.json", "*.py", "model*.safetensors"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # of many classes
+        raise ValueError(
+            f"model: {model!r} must be complete on the hub or in its cache, got: {shorten_error(error)}. Download it first."
+        ) from None
+
+
+def plan_trim(source: Source, ranking: Ranking) -> TrimPlan:
+    """Return which tokens go.
+
+    :raises ValueError: text or words that cannot be read or hold no token; a size that cannot be met
+    """
+    tokenizer, num_rows = source.tokenizer, source.num_rows
+    texts = stream_texts(ranking.text, ranking.text_column, tokenizer=source.loaded)
+    words = read_words(ranking.language, None if ranking.words is None else Path(ranking.words))
+    ranked, held_out = split_texts(texts)
+    counts: Counter[Any] = tokenizer.count(ranked)
+    held = tokenizer.count(held_out)
+    if not counts or not held:
+        raise ValueError(f"text: {os.fspath(ranking.text)!r} must hold tokens of the model, got none. Give more text.")
+    counts.update(count_words(tokenizer, words, sum(counts.values())))
+    parts = {number: found for number, found in tokenizer.find_parts().items() if number < num_rows}
+    parts |= dict.fromkeys(source.dropped)
+    scripts = {number: find_script(tokenizer.show(number)) for number in parts}
+    used = {scripts[number] for number in counts if number in scripts}
+    known = {number for number in parts if scripts[number] in used}
+    order = order_tokens(parts, counts, source.fixed, known)
+    growth = [more / held.total() for more in grow_counts(order, parts, held)]
+    whole = TrimPlan(source, order, growth, 0, 0, held_out)
+    least = _round(whole.num_tokens - len(order))
+    size = _choose_size(replace(whole, least=least), ranking)
+    return replace(whole, least=least, size=size)
+
+
+def _round(size: float) -> int:
+    return math.ceil(size / MULTIPLE) * MULTIPLE
+
+
+def _choose_size(plan: TrimPlan, ranking: Ranking) -> int:
+    wanted, rows = ranking.vocabulary, plan.source.num_rows
+    most = plan.num_tokens // MULTIPLE * MULTIPLE
+    if wanted == "auto":
+        fits = (
+            size
+            for size in range(plan.least, min(most, rows - 1) + 1, MULTIPLE)
+            if plan.estimate(size).tokens_more * BITS_PER_TOKEN <= ranking.limit
+        )
+        if (found := next(fits, None)) is None:
+            raise ValueError(f"limit: must let some rows go, got {ranking.limit}, which keeps all {rows}. Raise it.")
+        return found
+    asked = wanted * rows if wanted <= 1 else wanted
+    size = min(_round(asked), most)
+    if asked >= rows or size == rows:
+        raise ValueError(f"vocabulary: must be below the model's {rows} rows, got {wanted}. Lower it, or write auto.")
+    if size < plan.least:
+        remedy = ", or let reserved tokens go (--reserved drop)" if ranking.reserved == "keep" else ""
+        raise ValueError(
+            f"vocabulary: must be at least {plan.least} rows, which must stay, got {size} of {rows}. Raise it{remedy}."
+        )
+    return size

@@ -1,0 +1,291 @@
+"""A trimmed folder: the same text comes back, texts of kept tokens are cut the same, logits of kept rows are equal to the bit."""
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.tokenizers import FORMS, fuzz_texts, load_logits, make_tokenizer, save_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from struprune_plugin import oneshot, trim_vocabulary
+from struprune_plugin.cli import main as cli
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, read_texts
+from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, read_record
+from struprune_plugin.vocabulary.order import grow_counts, order_tokens
+from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def trimmed(request, tmp_path_factory):
+    """A folder with a tokenizer of each form, and its trimmed one."""
+    folder = tmp_path_factory.mktemp("models")
+    untied = request.param in ("byte_level", "unigram_bytes")
+    whole = save_model(folder / "whole", make_tokenizer(request.param), tie_word_embeddings=not untied)
+    record = trim_vocabulary(whole, folder / "small", DEMO_CALIBRATION, vocabulary=0.65, reserved="drop")
+    return whole, folder / "small", record
+
+
+def test_the_same_text_comes_back(trimmed):
+    whole, small, _ = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (*trimmed[:2], trimmed[0]))
+    texts = [text for text in fuzz_texts(3000) if "<unused" not in text]
+    for text, old, new in zip(texts, whole.encode_batch(texts), small.encode_batch(texts), strict=True):
+        assert whole.decode(old.ids, skip_special_tokens=False) == small.decode(new.ids, skip_special_tokens=False), (
+            text
+        )
+
+
+def test_texts_of_kept_tokens_are_cut_the_same(trimmed):
+    whole, small, record = trimmed
+    tokenizers = [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (whole, small)]
+    new_ids, same = {old: new for new, old in enumerate(record.kept)}, 0
+    words = [f" {word}" for text in read_texts(DEMO_TEST)[:20] for word in text.split()]
+    for text in [*words[:3000], *(a + b for a, b in pairwise(words[:2000])), *fuzz_texts(500, seed=1)]:
+        old, new = (tokenizer.encode(text).ids for tokenizer in tokenizers)
+        if all(number in new_ids for number in old):
+            same += 1
+            assert new == [new_ids[number] for number in old], text
+    assert same > 1000
+
+
+def test_logits_of_kept_rows_are_equal_to_the_bit(trimmed):
+    whole, small, record = trimmed
+    new_ids = {old: new for new, old in enumerate(record.kept)}
+    text = next(t for t in fuzz_texts(200) if {*AutoTokenizer.from_pretrained(whole)(t).input_ids} <= new_ids.keys())
+    ids = AutoTokenizer.from_pretrained(whole)(text).input_ids[:40]
+    old, new = load_logits(whole, ids), load_logits(small, [new_ids[number] for number in ids])
+    torch.testing.assert_close(new, old[:, record.kept], rtol=0, atol=0)
+
+
+def test_every_file_agrees(trimmed):
+    whole, small, record = trimmed
+    config, generation = (json.loads((small / name).read_text()) for name in ("config.json", "generation_config.json"))
+    assert config["vocab_size"] == record.rows_after == len(record.kept)
+    assert config["vocab_size"] % 64 == 0
+    old, new = AutoTokenizer.from_pretrained(whole), AutoTokenizer.from_pretrained(small)
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert getattr(new, name) == getattr(old, name)
+        assert record.kept[getattr(new, f"{name}_id")] == getattr(old, f"{name}_id")
+    assert [record.kept[number] for number in generation["eos_token_id"]] == [2, 1]
+    assert new("a").input_ids[0] == config["bos_token_id"]
+    assert "<unused0>" not in new.get_vocab()
+    assert read_record(small) == record
+    before, after = (sum(t.numel() for t in load_file(f / "model.safetensors").values()) for f in (whole, small))
+    assert (record.parameters_before, record.parameters_after) == (before, after)
+    assert "smaller vocabulary" in (small / "README.md").read_text()
+
+
+def test_a_pruned_folder_follows_and_leads(trimmed, tmp_path):
+    """Trimmed, pruned and trimmed again: the new ids lead to those of the first model."""
+    _, small, record = trimmed
+    if "characters" not in str(AutoTokenizer.from_pretrained(small).backend_tokenizer.model):
+        oneshot(
+            small,
+            "struprune_uniform",
+            tmp_path / "pruned",
+            dataset=DEMO_CALIBRATION,
+            num_calibration_samples=4,
+            max_seq_length=32,
+        )
+        again = trim_vocabulary(tmp_path / "pruned", tmp_path / "again", DEMO_CALIBRATION, vocabulary=0.9)
+        assert (tmp_path / "pruned" / VOCABULARY_NAME).is_file()
+        assert "vocabulary" in (tmp_path / "pruned" / "README.md").read_text()
+        assert set(again.kept) < set(record.kept)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert len(model.get_input_embeddings().weight) == again.rows_after
+
+
+# -- other checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_shards_bias_and_row_less_tokens(tmp_path):
+    """A head with a bias, three shards, and special tokens beyond the rows, as Gemma 3's image token."""
+    tokenizer = make_tokenizer("byte_level", 600)
+    tokenizer.add_special_tokens(["<image>"])
+    whole = save_model(tmp_path / "whole", tokenizer, "phi", extra=-1)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    shutil.rmtree(whole / "model.safetensors", ignore_errors=True)
+    (whole / "model.safetensors").unlink()
+    model.save_pretrained(whole, max_shard_size="40KB")
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=448)
+    assert len(list((tmp_path / "small").glob("model-*.safetensors"))) > 2
+    small = AutoTokenizer.from_pretrained(tmp_path / "small")
+    assert small.convert_tokens_to_ids("<image>") == record.rows_after == 448 == len(record.kept) - 1
+    ids = [5, 1, 7]
+    old, new = load_logits(whole, [record.kept[number] for number in ids]), load_logits(tmp_path / "small", ids)
+    torch.testing.assert_close(new, old[:, record.kept[:-1]], rtol=0, atol=0)
+
+
+def test_nested_configurations_and_per_layer_embeddings(tmp_path):
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    tokenizer = make_tokenizer("byte_fallback", 500)
+    size = tokenizer.get_vocab_size()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = Gemma3nTextConfig(
+        **sizes,
+        vocab_size=size,
+        vocab_size_per_layer_input=size - 20,
+        hidden_size_per_layer_input=8,
+        num_key_value_heads=2,
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+        layer_types=["full_attention"] * 4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    whole = save_model(tmp_path / "whole", tokenizer)
+    Gemma3nForCausalLM(config).eval().save_pretrained(whole)
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
+    saved = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert saved["vocab_size_per_layer_input"] == sum(number < size - 20 for number in record.kept)
+    ids = [5, 1, 7, 300]
+    old, new = load_logits(whole, [record.kept[number] for number in ids]), load_logits(tmp_path / "small", ids)
+    torch.testing.assert_close(new, old[:, record.kept], rtol=0, atol=0)
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_size_is_closed_and_growth_is_a_bound(form):
+    backend = make_tokenizer(form, 700)
+    tokenizer = TokenizerJson(json.loads(backend.to_str()), backend.to_str())
+    parts, texts = tokenizer.find_parts(), read_texts(DEMO_TEST)[:5]
+    counts = tokenizer.count(texts)
+    order = order_tokens(parts, counts, tokenizer.list_fixed())
+    growth, gone = grow_counts(order, parts, counts), set()
+    for token in order:
+        gone.add(token)
+        assert not any(token in (parts[other] or ()) for other in parts if other not in gone)
+    kept = sorted(tokenizer.tokens.keys() - {*order[: len(order) // 2]})
+    smaller = Tokenizer.from_str(tokenizer.make_smaller({old: new for new, old in enumerate(kept)}))
+    taken = sum(len(smaller.encode(text, add_special_tokens=False).ids) for text in texts)
+    assert counts.total() <= taken <= counts.total() + growth[len(order) // 2 - 1]
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def edit(folder, change):
+    """Change the model's part of a folder's tokenizer."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def quantise(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add_strange(folder):
+    tensors = load_file(folder / "model.safetensors")
+    rows = len(tensors["model.embed_tokens.weight"])
+    save_file({**tensors, "model.mtp.hash_table": torch.zeros(rows, 3)}, folder / "model.safetensors")
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+REFUSED = {
+    "no tokenizer.json": (lambda f: (f / "tokenizer.json").unlink(), {}, "must hold a tokenizer.json"),
+    "wordpiece": (lambda f: edit(f, lambda c: c.update(model=WORDPIECE)), {}, "must be BPE or Unigram"),
+    "prefix": (
+        lambda f: edit(f, lambda c: c["model"].update(continuing_subword_prefix="##")),
+        {},
+        "must have no continuing",
+    ),
+    "dropout": (lambda f: edit(f, lambda c: c["model"].update(dropout=0.1)), {}, "must have no dropout"),
+    "quantised": (quantise, {}, "must not be quantised"),
+    "strange": (add_strange, {}, "got model.mtp.hash_table"),
+    "cut": (cut, {}, "whole safetensors file"),
+    "too small": (None, {"vocabulary": 10}, "must be at least"),
+    "too large": (None, {"vocabulary": 100_000}, "must be below"),
+    "a share of none": (None, {"vocabulary": 0}, "must be auto, a share"),
+    "limit": (None, {"limit": 2}, "limit: must be in"),
+    "language": (None, {"language": "xx-none"}, "language: "),
+    "vocab_offset": (lambda f: edit_config(f, vocab_offset=5), {}, "vocab_offset must be a size"),
+    "an id without a token": (lambda f: edit_config(f, eos_token_id=565), {}, "must be tokens of the tokenizer"),
+}
+WORDPIECE = {
+    "type": "WordPiece",
+    "unk_token": "[UNK]",
+    "continuing_subword_prefix": "##",
+    "max_input_chars_per_word": 100,
+}
+WORDPIECE |= {"vocab": {"[UNK]": 0, "a": 1}}
+
+
+def edit_config(folder, **changes):
+    content = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("plain") / "whole", make_tokenizer("byte_level", 560))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_before_any_work(case, plain, tmp_path):
+    change, settings, told = REFUSED[case]
+    folder = shutil.copytree(plain, tmp_path / "model")
+    if change:
+        change(folder)
+    with pytest.raises(ValueError, match=told) as refusal:
+        trim_vocabulary(folder, tmp_path / "out", DEMO_CALIBRATION, **settings)
+    assert "\n" not in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_empty_text_and_taken_folders_are_refused(plain, tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match="must hold tokens"):
+        trim_vocabulary(plain, tmp_path / "out", tmp_path / "empty.jsonl")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="output_dir"):
+            trim_vocabulary(plain, tmp_path / "out", DEMO_CALIBRATION, overwrite)
+
+
+def test_an_interrupted_run_leaves_nothing(plain, tmp_path, monkeypatch):
+    from struprune_plugin.vocabulary import trim
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trim, "copy_tensors", stop)
+    with pytest.raises(KeyboardInterrupt):
+        trim_vocabulary(plain, tmp_path / "out", DEMO_CALIBRATION, vocabulary=0.9)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_shows_a_plan_and_writes(plain, tmp_path, capsys):
+    command = ["trim", str(plain), "--text", str(DEMO_CALIBRATION), "--vocabulary", "512"]
+    assert cli.main(command) == 0
+    assert "held-out tokens" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+    words = tmp_path / "words.txt"
+    words.write_text("the 10\nof 5\nship\n")
+    assert cli.main([*command, "--output", str(tmp_path / "out"), "--words", str(words), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows_after"] == 512
+    assert cli.main([*command, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
+    assert cli.main([*command, "--output", str(tmp_path / "out")]) == 2

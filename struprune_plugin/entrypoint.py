@@ -14,6 +14,7 @@ from compressed_tensors.distributed import is_source_process
 from compressed_tensors.utils import patch_attr
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.entrypoints import Oneshot
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.recipe import Recipe
@@ -27,7 +28,7 @@ from struprune_plugin.model.experts import take_apart
 from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
-from struprune_plugin.modifiers.checks import check_pruned
+from struprune_plugin.modifiers.checks import check_mappings, check_pruned
 from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.host_arguments import check_arguments, load_model
 from struprune_plugin.recipes.load import load_recipe, write_recipe
@@ -127,6 +128,8 @@ def oneshot(
         kwargs = prepare_dataset(model, kwargs, window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
+        if pruning is None and not get_non_linearized_moes(model):  # else llm-compressor takes experts apart first
+            check_mappings(loaded.modifiers, model)
         if folder is not None and pruning is None:
             check_room([("output_dir", folder, count_weight_bytes(model) // 8)])  # float32 at 4 bits
         copy_inference_tensors(model)

@@ -6,10 +6,9 @@ Commands import torch and llm-compressor only when they run, so that help and ea
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
@@ -22,7 +21,7 @@ from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen, run_command, show_error
 from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_recipes
 from struprune_plugin.reporting import tables
-from struprune_plugin.storage.files import format_bytes, write_whole
+from struprune_plugin.storage.files import format_bytes, own_folder, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
 
 _OUT = "folder to write; it appears when it is complete"
@@ -70,12 +69,8 @@ def prune(
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
     run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
-    scratch = None if offload is None else offload / f"struprune-{os.getpid()}"
-    try:
+    with nullcontext() if offload is None else own_folder(offload) as scratch:
         oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
     record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
     screen.show(record, *tables.summarize_output(output))

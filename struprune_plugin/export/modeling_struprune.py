@@ -19,8 +19,15 @@ from typing import Any, TypedDict
 
 import torch
 import transformers
-from huggingface_hub.dataclasses import strict
 from torch import nn
+
+if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 15]:
+    raise ImportError(
+        f"modeling_struprune.py: transformers must be 5.15 or newer, got {transformers.__version__}. Install a newer one, or write "
+        "the model for stock classes: `struprune convert FOLDER --to uniform-padded --output NEW`."
+    )
+
+from huggingface_hub.dataclasses import strict
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForQuestionAnswering
 from transformers.pytorch_utils import Conv1D

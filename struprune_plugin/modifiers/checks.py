@@ -130,26 +130,37 @@ def check_heads(modifiers: Sequence[Modifier], heads_differ: bool, values_narrow
 
 
 def check_later(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
-    """Raise if AWQ's mappings do not fit the model, which llm-compressor finds out behind pruning; warn of what may not load.
+    """Raise as :func:`check_mappings`, which llm-compressor would do behind pruning; warn of what may not load.
 
     :param modifiers: those behind pruning
     """
     is_mixture = find_structure(model).has_mixtures
+    check_mappings([] if is_mixture else modifiers, model)  # llm-compressor takes experts apart first
     for modifier in modifiers:
-        if isinstance(modifier, AWQModifier) and not is_mixture:
-            for mapping in modifier.mappings or get_layer_mappings_from_model(model):
-                try:
-                    deque(match_modules_set(model, (mapping.smooth_layer, *mapping.balance_layers)))
-                except ValueError as error:
-                    raise ValueError(
-                        f"AWQModifier: mappings must name modules of the model, got: {shorten_error(error)}. "
-                        "Give the model's own mappings, or none where llm-compressor knows its class."
-                    ) from None
         if isinstance(modifier, QuIPModifier) or (isinstance(modifier, QuantizationMixin) and is_mixture):
             what = "a quantised mixture" if is_mixture else "the transforms of QuIP"
             logger.warning(
                 f"transformers may load {what} wrongly (docs/recipes.md says which). Compare the output's logits."
             )
+
+
+def check_mappings(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
+    """Raise ValueError if the mappings of AWQ or SmoothQuant, given or llm-compressor's for the class, do not fit the model."""
+    for modifier in modifiers:
+        try:
+            if isinstance(modifier, AWQModifier):
+                for mapping in modifier.mappings or get_layer_mappings_from_model(model):
+                    deque(match_modules_set(model, (mapping.smooth_layer, *mapping.balance_layers)))
+            elif isinstance(modifier, SmoothQuantModifier):
+                copied = modifier.model_copy(update={"ignore": modifier.ignore or []})
+                copied.mappings = copied._infer_mappings_from_model(model)
+                copied._resolve_mappings(model)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{type(modifier).__name__}: mappings must name modules of the model, got: "
+                f"{shorten_error(error.__cause__ or error)}. Give the model's own mappings, or none where llm-compressor knows its "
+                "class."
+            ) from None
 
 
 def check_weights(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.structure.locate import find_stock, is_pruned
 from struprune_plugin.runtime.model_state import find_forward, wraps_own
-from struprune_plugin.storage.checkpoint import check_architecture
+from struprune_plugin.storage.checkpoint import check_architecture, check_returns
 from struprune_plugin.storage.files import MERGE, shorten_error
 
 
@@ -18,6 +18,7 @@ def check_loaded(model: PreTrainedModel) -> None:
     """Raise if a loaded model is no causal language model, carries adapters, runs other functions than its class', or has tensors
     that its class does not make of its configuration."""
     check_architecture([find_stock(type(model)).__name__], model.config)
+    check_returns(model.config)
     check_adapters(model)
     for name, module in model.named_modules():
         forward = find_forward(module)

@@ -102,7 +102,17 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
     if adapter is not None:
         raise ValueError(f"model: {model!r} must be a model without adapters, got {ADAPTER}. {MERGE}")
     check_architecture(config.architectures or (), config)
+    check_returns(config)
     return config
+
+
+def check_returns(config: PretrainedConfig) -> None:
+    """Raise ValueError if a configuration lets models return tuples, whose parts have no names."""
+    if not (config.return_dict and config.get_text_config(decoder=True).return_dict):
+        raise ValueError(
+            "model: return_dict must be true in the configuration, got false, by which layers return tuples. Remove the key from "
+            "its config.json (of a loaded model: model.config.return_dict = True)."
+        )
 
 
 def check_architecture(names: Sequence[str], config: PretrainedConfig) -> None:

@@ -76,6 +76,34 @@ def check_room(wanted: Sequence[tuple[str, Path, int]]) -> None:
             )
 
 
+@contextmanager
+def own_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new name in a folder for the block's files, which are removed at its end; those of killed processes are, too.
+
+    Each process locks its own, as long as it lives.
+    """
+    from filelock import FileLock, Timeout
+
+    def remove(folder: Path, lock: FileLock) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+    check_place("offload_folder", parent)
+    for left in parent.glob("struprune-*.lock"):
+        with suppress(Timeout):
+            (lock := FileLock(left, blocking=False)).acquire()
+            remove(left.with_suffix(""), lock)
+    folder = parent / f"struprune-{os.getpid()}"
+    parent.mkdir(parents=True, exist_ok=True)
+    (lock := FileLock(f"{folder}.lock", blocking=False)).acquire()
+    try:
+        yield folder
+    finally:
+        remove(folder, lock)
+
+
 def check_model(model: str) -> None:
     """Raise if a text is neither a model's folder nor may be its name on the hub."""
     place = Path(model)

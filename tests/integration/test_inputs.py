@@ -12,7 +12,9 @@ from accelerate import cpu_offload
 from datasets import Dataset, DatasetDict
 from helpers.families import make_model
 from helpers.mixtures import make_mixture
-from helpers.models import make_dataset, run_oneshot, save_model
+from helpers.models import make_dataset, run_oneshot, save_model, save_opt
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform import SmoothQuantModifier
 from loguru import logger
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -389,6 +391,29 @@ def test_a_tokenizer_that_knows_no_length_gives_sequences_of_the_model_s_positio
     else:
         assert {len(row) for row in kwargs["dataset"]["input_ids"]} == {64}
     run(llama, dataset=data, tokenizer=tokenizer, **more)
+
+
+def test_configurations_that_return_tuples_are_refused(llama, tmp_path, capsys):
+    model = load(llama)
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"return_dict": False}))
+    model.config.return_dict = False
+    for given in (llama, model):
+        with pytest.raises(ValueError, match=r"return_dict must be true .*, got false, .* Remove the key"):
+            run(given)
+    for command in (["plan", str(llama)], ["eval", str(llama)]):
+        assert cli.main(command) == 2
+        assert "return_dict must be true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prunes", [False, True])
+@pytest.mark.parametrize("mappings", [None, [[["re:.*no_such_proj"], "re:.*input_layernorm"]]])
+def test_smoothing_without_mappings_that_fit_is_refused(mappings, prunes, llama, tmp_path):
+    folder = save_opt(tmp_path / "opt") if mappings is None else llama
+    recipe = [StruPruneModifier(sparsity=0.3, allocation="uniform", sensitivity="none")] if prunes else []
+    recipe += [SmoothQuantModifier(mappings=mappings), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+    with pytest.raises(ValueError, match=r"SmoothQuantModifier: mappings must name modules of the model, got: .* Give"):
+        run_oneshot(str(folder), recipe)
 
 
 CHATS = {"other names": [{"from": "human", "value": "words"}], "no messages": [], "texts": ["words"]}

@@ -1,6 +1,8 @@
 """What older readers find in an output: the source's keys that still hold, and its tokenizer's files."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from helpers.families import make_model
@@ -8,6 +10,7 @@ from helpers.models import run_oneshot, save_model
 from transformers import AutoTokenizer, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from struprune_plugin.cli import main as cli
+from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.export.older_readers import keep_old_keys
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -108,3 +111,9 @@ def test_a_changed_tokenizer_is_saved_under_its_old_class(hub, tmp_path):
     assert (said["tokenizer_class"], said["additional_special_tokens"]) == ("PreTrainedTokenizerFast", ["<end>"])
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("a<end>b")["input_ids"] == tokenizer("a<end>b")["input_ids"]
+
+
+def test_the_modelling_file_tells_older_transformers_what_it_needs():
+    lines = f"import transformers; transformers.__version__ = '4.57.1'; exec(open({modeling.__file__!r}).read())"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert "ImportError: modeling_struprune.py: transformers must be 5.15 or newer, got 4.57.1. Install" in done.stderr

@@ -8,7 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from struprune_plugin.storage.files import own_folder
 from struprune_plugin.storage.manifest import Manifest, write_manifest
 from struprune_plugin.storage.output_folder import check_output, write_folder
 
@@ -271,3 +273,28 @@ def test_two_runs_never_write_the_same_output(tmp_path):
         with pytest.raises(ValueError, match="must not be written by another run"):
             write(out)
     assert (out / "x").read_text() == "done"
+
+
+def test_an_own_folder_is_removed_and_so_are_those_of_killed_processes(tmp_path):
+    parent, pid = tmp_path / "offload", os.fork()
+    if pid == 0:
+        with own_folder(parent) as folder:
+            folder.mkdir()
+            (folder / "weights").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (parent / "mine").write_text("")
+    assert read_names(parent) == ["mine", f"struprune-{pid}", f"struprune-{pid}.lock"]
+    alive = FileLock(parent / "struprune-1.lock")
+    (parent / "struprune-1").mkdir()
+
+    def fail():
+        with own_folder(parent) as folder:
+            folder.mkdir()
+            assert read_names(parent) == ["mine", "struprune-1", "struprune-1.lock", folder.name, f"{folder.name}.lock"]
+            raise KeyboardInterrupt
+
+    with alive, pytest.raises(KeyboardInterrupt):
+        fail()
+    assert set(read_names(parent)) <= {"mine", "struprune-1", "struprune-1.lock"}
+    assert (parent / "struprune-1").is_dir()

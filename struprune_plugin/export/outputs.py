@@ -14,12 +14,12 @@ from struprune_plugin.export.any_class import grow_padded, release_padding, repl
 from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
 from struprune_plugin.storage.files import check_room
@@ -189,7 +189,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
         most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
         heads = next(count for count in range(most, every + 1) if stock_config.can_hold_heads(model, count))
         changes = stock_config.change_heads(model, heads)
-        groups = find_groups(model, "head", prune_ffn=False)
+        groups = list_groups(model, [kind for kind in list_kinds() if kind.is_mixer and not kind.splits_blocks])
         _pad(model, groups, [heads] * len(groups))
     whole = [group.num_units for group in _list_ffns(dense)]
     if whole:
@@ -213,5 +213,6 @@ def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
     structure = find_structure(model)
     if structure.has_mixtures:
         take_apart(model)
-    kinds = {unit.kind for kind in structure.kinds for unit in kind.units}
-    return find_groups(model, "none", prune_experts=True) if any(UNIT_KINDS[name].order for name in kinds) else []
+    known = {unit.kind for layer in structure.kinds for unit in layer.units}
+    kinds = [kind for kind in list_kinds() if not kind.is_mixer and kind.kind in known]
+    return list_groups(model, kinds) if kinds else []

@@ -22,19 +22,17 @@ from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.groups import AttentionUnit, find_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
 
 
-def rehearse(
-    model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool = False
-) -> None:
+def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
     """Prune, save and load a tiny instance of a model's class, once per class, configuration and kinds of units.
 
     The logits must agree between a layer-by-layer and a whole run, between removal of a third of the units and zeros in their
@@ -50,9 +48,9 @@ def rehearse(
         tokens = draw_tokens(tiny.config, 2, 12, seed=3)
         try:
             check_passes(tiny, [{"input_ids": tokens}])
-            if prune_experts and find_structure(tiny).has_mixtures:
+            if any(unit.of_mixture for unit in kinds) and find_structure(tiny).has_mixtures:
                 take_apart(tiny)
-            _check_pruning(tiny, tokens, find_groups(tiny, attention_unit, prune_ffn, prune_experts=prune_experts))
+            _check_pruning(tiny, tokens, list_groups(tiny, kinds))
         except Exception as error:  # any error of a class that relies on its sizes
             told = str(error).rstrip(".")
             raise ValueError(
@@ -60,18 +58,19 @@ def rehearse(
                 f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
             ) from error
 
-    units = (attention_unit, prune_ffn, prune_experts)
-    prove_once(units, kind, config, lambda: compute_on_rank0(run))  # only the first process can save
+    prove_once(
+        sorted(unit.kind for unit in kinds), kind, config, lambda: compute_on_rank0(run)
+    )  # only the first process can save
 
 
-def rehearse_with_experts(model: PreTrainedModel, attention_unit: AttentionUnit, prune_ffn: bool) -> bool:
-    """Return whether the rehearsal also succeeds with pruning of experts; where it does not, they stay whole, as the log says."""
+def rehearse_with_mixtures(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> bool:
+    """Return whether the rehearsal also succeeds with units of mixtures; where it does not, they stay whole, as the log says."""
     try:
-        rehearse(model, attention_unit, prune_ffn, True)
+        rehearse(model, kinds)
     except ValueError as error:
         if not find_structure(model).has_mixtures:
             raise
-        rehearse(model, attention_unit, prune_ffn)
+        rehearse(model, [kind for kind in kinds if not kind.of_mixture])
         logger.warning(f"the experts of the mixture are not pruned: {error}")
         return False
     return True

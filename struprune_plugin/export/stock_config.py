@@ -19,10 +19,10 @@ from struprune_plugin.export.any_class import (
     replace_conv1d,
 )
 from struprune_plugin.model.experts import list_packed_shapes
-from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
 
@@ -114,7 +114,7 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
         sizes = [size for size in list_sizes(built) if size.num_heads]
     except ValueError:
         return False
-    groups = find_groups(model, "head", prune_ffn=False)
+    groups = list_groups(model, [kind for kind in list_kinds() if kind.is_mixer and not kind.splits_blocks])
     own = {f"{group.layer_name}.{name}" for group in groups for name in (*group.producers, group.consumer)}
     shapes, wanted = list_shapes(built), tuple(changes.values())
     changed = {name.rpartition(".")[0] for name, shape in list_shapes(dense).items() if shapes[name] != shape}

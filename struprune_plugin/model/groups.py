@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from compressed_tensors.utils import match_name
 from torch import nn
 
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind, sort_groups
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds, sort_groups
 
 AttentionUnit = Literal["head", "value_channels", "none"]
-
-
-def list_asked(attention_unit: AttentionUnit, prune_ffn: bool, prune_experts: bool) -> list[UnitKind]:
-    """Return the kinds of units that a recipe's short forms name."""
-    wanted = {attention_unit: attention_unit != "none", "ffn": prune_ffn, "experts": prune_experts}
-    return [UNIT_KINDS.parse(name) for name, is_wanted in wanted.items() if is_wanted]
 
 
 def find_groups(
@@ -29,15 +24,22 @@ def find_groups(
     ignore: Sequence[str] = (),
     prune_experts: bool = False,
 ) -> list[UnitGroup]:
-    """Return the groups of coupled units to prune, in the order in which the model computes them, those beside experts last.
+    """Return :func:`list_groups` of the kinds of units that a recipe's short forms ask for."""
+    kinds = list_kinds(attention_unit=attention_unit, prune_ffn=prune_ffn, prune_experts=prune_experts)
+    return list_groups(model, kinds, targets, ignore)
 
+
+def list_groups(
+    model: nn.Module, kinds: Sequence[UnitKind], targets: Sequence[str] = ("re:.*",), ignore: Sequence[str] = ()
+) -> list[UnitGroup]:
+    """Return the groups of coupled units to prune, in the order in which the model computes them, those beside a mixture last.
+
+    :param kinds: kinds of units to prune; mixtures have been split for those that need it
     :param targets: names of consuming linears, exact or ``re:<pattern>``, as in llm-compressor's recipes
     :param ignore: the same, for linears that are not pruned
-    :param prune_experts: whether channels of experts are pruned; the experts have been split
-    :raises ValueError: unsupported architecture; a target or the whole choice matches nothing
+    :raises ValueError: unsupported architecture; a target or the whole choice matches nothing; two kinds share a module
     """
     groups = list[UnitGroup]()
-    kinds = list_asked(attention_unit, prune_ffn, prune_experts)
     layers = zip(find_layouts(model), find_decoder_layers(model), strict=True)
     for index, ((layer, layout), (name, _)) in enumerate(layers):
         costs: dict[str, int] = {}  # per unit: entries of a mixture are alike
@@ -45,6 +47,12 @@ def find_groups(
             key = group.mixture or group.consumer
             cost = costs[key] = costs.get(key) or count_unit_parameters(layer, group)
             groups.append(replace(group, layer_index=index, layer_name=name, unit_cost=cost))
+    for group, other in pairwise(sorted(groups, key=lambda group: group.name)):
+        if group.name == other.name:
+            raise ValueError(
+                f"units: a linear must be read by one kind of units, got {group.kind} and {other.kind} for {group.name}. "
+                "Remove one of the two."
+            )
     for field, target in (*(("targets", name) for name in targets), *(("ignore", name) for name in ignore)):
         if groups and not any(match_name(group.name, target) for group in groups):
             raise ValueError(
@@ -56,7 +64,7 @@ def find_groups(
     if not chosen:
         raise ValueError(
             "targets: at least one module must be left to prune, got none "
-            f"(attention_unit={attention_unit}, prune_ffn={prune_ffn}). Choose a unit or widen targets."
+            f"of the units {', '.join(kind.kind for kind in kinds) or 'none'}. Choose a unit or widen targets."
         )
     return chosen
 

@@ -30,6 +30,8 @@ class UnitKind(Config):
     :cvar order: place in a layer: 0 mixers of tokens, 1 FFNs, 2 experts; modules beside experts come last
     :cvar parts: parts of producers whose rows belong to units; rows of other parts are never removed
     :cvar splits_blocks: whether a unit is a channel of a block, such as a head, else a whole block or a channel alone
+    :cvar of_mixture: whether its modules are those of a mixture, which is split into linears first
+    :cvar short_form: recipe's field, and its value, that also ask for the kind; None where ``units`` alone does
     :cvar solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
     """
 
@@ -38,6 +40,8 @@ class UnitKind(Config):
     order: ClassVar[int] = 1
     parts: ClassVar[tuple[str, ...]]
     splits_blocks: ClassVar[bool] = False
+    of_mixture: ClassVar[bool] = False
+    short_form: ClassVar[tuple[str, Any] | None] = None
     solve_copies: ClassVar[int] = 7
     kind: str
 
@@ -64,9 +68,13 @@ class UnitKind(Config):
 
         By default every third column goes, with the rows that reach no other.
         """
-        gone = torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0
+        return self.find_flaw(unit, measured, torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0, run), unit
+
+    @staticmethod
+    def find_flaw(unit: UnitLayout, measured: Measured, gone: Tensor, run: TinyRun) -> str:
+        """Return why a module cannot lose the columns ``gone``, shape [columns], bool, with their rows; empty where it can."""
         reached = measured.list_reached(unit.producers, unit.output)
-        return find_flaw(measured.layers, unit.output, reached, gone, run), unit
+        return find_flaw(measured.layers, unit.output, reached, gone, run)
 
     def extend(
         self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
@@ -147,9 +155,10 @@ def _find(layer: nn.Module, name: str) -> nn.Linear:
 UNIT_KINDS: Registry[UnitKind] = Registry(UnitKind, "kind")  # in the order in which they read a layer
 
 
-def list_kinds() -> list[UnitKind]:
-    """Return all registered kinds with their default options."""
-    return [UNIT_KINDS.parse(name) for name in UNIT_KINDS]
+def list_kinds(**short_forms: Any) -> list[UnitKind]:
+    """Return all registered kinds with their default options, or those that short forms of a recipe ask for."""
+    kinds = [UNIT_KINDS.parse(name) for name in UNIT_KINDS]
+    return [kind for kind in kinds if not short_forms or kind.short_form in [*short_forms.items()]]
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
 from struprune_plugin.model.experts import take_apart
-from struprune_plugin.model.groups import AttentionUnit, find_groups, list_asked
+from struprune_plugin.model.groups import AttentionUnit, list_groups
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind, list_kinds
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
 from struprune_plugin.settings.registry import Config, Patterns
 
+UnitField = Annotated[SerializeAsAny[UnitKind], BeforeValidator(UNIT_KINDS.parse)]
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
 AllocationField = Annotated[SerializeAsAny[AllocationRule], BeforeValidator(RULES.parse)]
@@ -106,6 +107,8 @@ class StructuredModifier(StageModifier):
     :param budget: limit for the pruned model, in place of ``sparsity``: a mapping of one field of :class:`BudgetConfig`
     :param targets: modules to prune, named by their consuming linears (``fc2``, ``o_proj``): exact names or ``re:<pattern>``
     :param ignore: modules to leave alone, named in the same way
+    :param units: kinds of units to prune, each a name or a mapping with ``kind`` and the kind's fields; in place of
+        ``attention_unit``, ``prune_ffn`` and ``experts``, which are short forms
     :param attention_unit: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short form); ``none``
     :param prune_ffn: prune FFN channels
     :param experts: ``channels``, ``whole``, ``none``, or a mapping of the fields of :class:`Experts`
@@ -128,6 +131,7 @@ class StructuredModifier(StageModifier):
     budget: BudgetConfig | None = None
     targets: Annotated[Patterns, Field(min_length=1)] = Field(default_factory=lambda: ["re:.*"])
     ignore: Patterns = Field(default_factory=list)
+    units: Annotated[list[UnitField], Field(min_length=1)] | None = None
     attention_unit: Annotated[AttentionUnit, BeforeValidator(lambda v: "value_channels" if v == "vo" else v)] = (
         "value_channels"
     )
@@ -171,17 +175,41 @@ class StructuredModifier(StageModifier):
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects; transposed linears (GPT-2) are converted and experts split in place first."""
         replace_conv1d(model)
-        for kind in list_asked(self.attention_unit, self.prune_ffn, self.experts is not None):
+        kinds = self.list_units()
+        for kind in kinds:
             kind.check(model.config.model_type, find_layouts(model))
-        if self.experts is not None and find_structure(model).has_mixtures:
+        if any(kind.of_mixture for kind in kinds) and find_structure(model).has_mixtures:
             take_apart(model)
-        groups = find_groups(
-            model, self.attention_unit, self.prune_ffn, self.targets, self.ignore, self.experts is not None
-        )
+        groups = list_groups(model, kinds, self.targets, self.ignore)
         widths = {group.num_units for group in groups if group.tie}  # several in the output of an earlier `per_layer`
         if self.experts is None or (self.experts.widths == "same" and len(widths) < 2):
             return groups
         return [replace(group, tie=group.output_name) if group.tie else group for group in groups]
+
+    def list_units(self) -> list[UnitKind]:
+        """Return the kinds of units to prune."""
+        if self.units is not None:
+            return self.units
+        asked = {"attention_unit": self.attention_unit, "prune_ffn": self.prune_ffn}
+        return list_kinds(**asked, prune_experts=self.experts is not None)
+
+    @model_validator(mode="after")
+    def _read_units(self) -> StructuredModifier:
+        """Set the short forms to what ``units`` says."""
+        if self.units is None:
+            return self
+        asked = dict(kind.short_form for kind in self.units if kind.short_form)
+        experts = next((kind.model_dump(exclude={"kind"}) for kind in self.units if kind.of_mixture), None)
+        told: dict[str, Any] = {
+            "attention_unit": asked.get("attention_unit", "none"),
+            "prune_ffn": asked.get("prune_ffn", False),
+            "experts": None if experts is None else Experts(**experts),
+        }
+        for name, value in told.items():
+            if name in self.model_fields_set and getattr(self, name) != value:
+                raise ValueError(f"units and {name} are two choices of units. Remove one of them.")
+            setattr(self, name, value)
+        return self
 
     def make_config(self, reconstruct: str = "local") -> PruningConfig:
         """Return the configuration that the pruning of a layer depends on."""

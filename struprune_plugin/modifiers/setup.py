@@ -16,7 +16,7 @@ from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.outputs import OUTPUTS
-from struprune_plugin.export.rehearsal import rehearse, rehearse_with_experts
+from struprune_plugin.export.rehearsal import rehearse, rehearse_with_mixtures
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.routing import find_routing
@@ -145,11 +145,12 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
 
 def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
     """Return the recipe without experts whose removal fails in the rehearsal, as the log says."""
-    units = recipe.attention_unit, recipe.prune_ffn
+    kinds = recipe.list_units()
     if recipe.experts is None or recipe.experts.drops:
-        rehearse(model, *units, prune_experts=recipe.experts is not None)
-    elif not rehearse_with_experts(model, *units):
-        return recipe.model_copy(update={"experts": None})
+        rehearse(model, kinds)
+    elif not rehearse_with_mixtures(model, kinds):
+        units = None if recipe.units is None else [kind for kind in kinds if not kind.of_mixture]
+        return recipe.model_copy(update={"experts": None, "units": units})
     return recipe
 
 

@@ -85,6 +85,7 @@ class Heads(AttentionUnits):
 
     label: ClassVar[str] = "heads"
     parts: ClassVar[tuple[str, ...]] = ("query", "key", "value", "gate")
+    short_form: ClassVar[tuple[str, Any] | None] = ("attention_unit", "head")
     kind: Literal["head"] = "head"
 
     def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
@@ -120,6 +121,7 @@ class ValueChannels(AttentionUnits):
     parts: ClassVar[tuple[str, ...]] = ("value", "gate")
     splits_blocks: ClassVar[bool] = True
     solve_copies: ClassVar[int] = 17
+    short_form: ClassVar[tuple[str, Any] | None] = ("attention_unit", "value_channels")
     kind: Literal["value_channels"] = "value_channels"
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:

@@ -19,12 +19,22 @@ from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
 
 @UNIT_KINDS.register
 class ExpertChannels(FFNChannels):
-    """A channel of one expert."""
+    """A channel of one expert.
+
+    :param units: ``channels``: every expert loses channels of its own; ``whole``: experts of the least mean of router weight
+        times output norm (REAP) go with their router entries, equally many in every layer, and the others are re-solved
+    :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
+        the output; ``per_layer``: all experts of a layer do
+    """
 
     label: ClassVar[str] = "expert channels"
     pool: ClassVar[str] = "experts"
     order: ClassVar[int] = 2
+    of_mixture: ClassVar[bool] = True
+    short_form: ClassVar[tuple[str, Any] | None] = ("prune_experts", True)
     kind: Literal["experts"] = "experts"  # type: ignore[assignment]
+    units: Literal["channels", "whole"] = "channels"
+    widths: Literal["same", "per_layer"] = "same"
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
         return None  # experts are read once they are split

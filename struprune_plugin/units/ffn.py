@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class FFNChannels(UnitKind):
     label: ClassVar[str] = "FFN channels"
     pool: ClassVar[str] = "ffn"
     parts: ClassVar[tuple[str, ...]] = ("ffn",)
+    short_form: ClassVar[tuple[str, Any] | None] = ("prune_ffn", True)
     kind: Literal["ffn"] = "ffn"
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:

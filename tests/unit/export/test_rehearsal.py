@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from struprune_plugin.export import rehearsal
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.tiny import build_tiny
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +24,17 @@ def build(model_type, **fields):
 def test_what_is_rehearsed_passes_and_is_remembered(model_type, unit, monkeypatch):
     """Mixtral's configuration leaves the heads' size to the hidden size and the number of heads, which differs afterwards."""
     model = build(model_type, num_hidden_layers=2)
-    rehearsal.rehearse(model, unit, True)
+    rehearsal.rehearse(model, list_kinds(attention_unit=unit, prune_ffn=True))
     monkeypatch.setattr(rehearsal, "build_tiny", None)
-    rehearsal.rehearse(model, unit, True)
+    rehearsal.rehearse(model, list_kinds(attention_unit=unit, prune_ffn=True))
     with pytest.raises(TypeError):
-        rehearsal.rehearse(model, unit, False)
+        rehearsal.rehearse(model, list_kinds(attention_unit=unit, prune_ffn=False))
 
 
 def test_a_class_that_loses_weights_on_saving_is_refused(monkeypatch):
     monkeypatch.setattr(OPTForCausalLM, "_keys_to_ignore_on_save", ["model.decoder.layers.1.fc2.bias"], raising=False)
     with pytest.raises(ValueError, match=r"OPTForCausalLM .* the same logits loaded as before it was saved"):
-        rehearsal.rehearse(build("opt", num_hidden_layers=2), "none", True)
+        rehearsal.rehearse(build("opt", num_hidden_layers=2), list_kinds(attention_unit="none", prune_ffn=True))
 
 
 def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
@@ -44,7 +44,7 @@ def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
     monkeypatch.setattr(rehearsal, "_pick_two_thirds", lambda group: torch.arange(group.num_units - 1))
     monkeypatch.setattr(UnitGroup, "find_kept_rows", shift)
     with pytest.raises(ValueError, match="with units removed as with zeros in their place"):
-        rehearsal.rehearse(build("llama", num_hidden_layers=2), "none", True)
+        rehearsal.rehearse(build("llama", num_hidden_layers=2), list_kinds(attention_unit="none", prune_ffn=True))
 
 
 def test_layers_that_do_not_run_in_order_are_refused():

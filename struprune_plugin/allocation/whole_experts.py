@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.passes import stream_layers
+from struprune_plugin.layerwise.wide_layers import widen_weights
 from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts
@@ -98,7 +100,10 @@ def score_experts(
         own = select_groups(firsts, step.name)
         lists: list[Any] = [step.layer.get_submodule(group.mixture) for group in own]
         sums = [torch.zeros(2, members.num_experts, dtype=torch.float64) for members in lists]  # of norms, of tokens
-        with record(step.layer, own) as seen:
+        with ExitStack() as stack:
+            for members in lists:  # they run again, on what they saw
+                stack.enter_context(widen_weights(members, context.widened))
+            seen = stack.enter_context(record(step.layer, own))
             for flow in step.flows:
                 call = flow.advance(step.index, step.layer, context)
                 for group, members, total in zip(own, lists, sums, strict=True):

@@ -63,15 +63,18 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
     def score(path: str) -> Score:
         model, tokenizer = scoring.load_checkpoint(path, asked.dtype, asked.trust_remote_code)
         found: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
-        if asked.text is not None:
-            found["perplexity"] = scoring.measure_perplexity(model, read_tokens(path), asked.window, asked.batch_size)
-        if asked.text is not None and asked.bits:
-            texts = scoring.cut_texts(read_texts(str(asked.text), asked.text_column, tokenizer), asked.max_tokens)
-            found["bits per byte"] = scoring.measure_bits(model, tokenizer, texts, asked.window, asked.batch_size)
-        if manager is not None:
-            results = scoring.run_tasks(model, tokenizer, asked.tasks, manager, asked.batch_size, asked.limit)
-            for task, metrics in results.items():
-                found |= {f"{task} {name}".removesuffix(",none"): value for name, value in metrics.items()}
+        with scoring.compute_fast(model):
+            if asked.text is not None:
+                found["perplexity"] = scoring.measure_perplexity(
+                    model, read_tokens(path), asked.window, asked.batch_size
+                )
+            if asked.text is not None and asked.bits:
+                texts = scoring.cut_texts(read_texts(str(asked.text), asked.text_column, tokenizer), asked.max_tokens)
+                found["bits per byte"] = scoring.measure_bits(model, tokenizer, texts, asked.window, asked.batch_size)
+            if manager is not None:
+                results = scoring.run_tasks(model, tokenizer, asked.tasks, manager, asked.batch_size, asked.limit)
+                for task, metrics in results.items():
+                    found |= {f"{task} {name}".removesuffix(",none"): value for name, value in metrics.items()}
         found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
         return found
 

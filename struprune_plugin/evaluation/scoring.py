@@ -6,17 +6,22 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.utils import patch_attr
+from loguru import logger
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from struprune_plugin.layerwise.wide_layers import compute_wide
+from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.tiny import find_auto_class
+from struprune_plugin.runtime.precision import describe_precision, find_widened
 from struprune_plugin.storage.checkpoint import load_tokenizer, load_whole, read_config
 from struprune_plugin.storage.files import shorten_error
 
@@ -44,6 +49,21 @@ def measure_perplexity(model: PreTrainedModel, tokens: Tensor, window: int, batc
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
         losses.append(loss.double())
     return torch.cat(losses).mean().exp().item()
+
+
+@contextmanager
+def compute_fast(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's layers and head compute in float32 in the block if its device has no products of its dtype; not those of a
+    quantised one, whose kernels unpack weights as they run, nor where the class has no list of decoder layers."""
+    widened = () if hasattr(model.config, "quantization_config") else find_widened("auto", model.device)
+    try:
+        find_decoder_layers(model)
+    except ValueError:
+        widened = ()
+    with compute_wide(model, widened):
+        if model.dtype in widened:
+            logger.info(f"layers compute in {describe_precision(model.dtype, 'auto', model.device)}")
+        yield
 
 
 @torch.no_grad()

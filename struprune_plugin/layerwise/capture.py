@@ -118,12 +118,18 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
 
 @contextmanager
 def keep_outputs(layer: nn.Module, names: Iterable[str], call: LayerCall, context: DeviceContext) -> Iterator[None]:
-    """Record what modules return in a run of a call, for :func:`replay`; nothing where the layer may fill mappings."""
+    """Record what modules return in a run of a call, for :func:`replay`; nothing where the layer may fill mappings. Where layers
+    compute in float32, it waits in the dtype of the hidden states."""
     call.known.clear()
+    dtype = call.hidden.dtype
+
+    def hold(part: Tensor) -> Tensor:
+        is_wide = dtype in context.widened and part.dtype is torch.float32
+        return context.park(part.to(dtype) if is_wide else part.clone())
 
     def keep(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
         if len(list_tensors(output)) == 1:  # attention maps are large, and no layer reads them
-            call.known.setdefault(name, []).append(map_tensors(lambda part: context.park(part.clone()), output))
+            call.known.setdefault(name, []).append(map_tensors(hold, output))
 
     with ExitStack() as stack:
         for name in () if any(isinstance(value, MutableMapping) for value in call.arguments.values()) else names:
@@ -135,8 +141,12 @@ def keep_outputs(layer: nn.Module, names: Iterable[str], call: LayerCall, contex
 def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterator[None]:
     """Let modules return what :func:`keep_outputs` recorded, once, in place of running."""
 
+    def send(part: Tensor) -> Tensor:
+        part = context.to_device(part, call.device)
+        return part.float() if part.dtype in context.widened else part
+
     def forward(outputs: list[Any], /, *_args: Any, **_kwargs: Any) -> Any:
-        return map_tensors(partial(context.to_device, device=call.device), outputs.pop(0))
+        return map_tensors(send, outputs.pop(0))
 
     held = list_tensors(list(call.known.values()))
     with ExitStack() as stack:

@@ -11,17 +11,21 @@ import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe import context as context_of_experts
+from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
+from loguru import logger
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.ends import BatchFlow, enter_batches
 from struprune_plugin.layerwise.statistics import LayerStatistics
+from struprune_plugin.layerwise.wide_layers import compute_wide
 from struprune_plugin.model.experts import run_experts_fast
 from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layers
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.precision import Precision, describe_precision, find_widened
 from struprune_plugin.runtime.residence import hold_one_layer
 
 
@@ -105,18 +109,26 @@ def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def enter_device_context(model: PreTrainedModel, offload: bool = False) -> Iterator[DeviceContext]:
+def enter_device_context(
+    model: PreTrainedModel, offload: bool = False, precision: Precision = "auto"
+) -> Iterator[DeviceContext]:
     """Yield a device context that holds one decoder layer on the device at a time and measures the device's memory.
 
     :param offload: whether moments, solves and embeddings are on the host
+    :param precision: dtype of the layers while they run: ``auto``, ``model`` or ``float32``
     :raises torch.OutOfMemoryError: the message says what lowers the need
     """
     with ExitStack() as stack:
         stack.enter_context(patch_attr(context_of_experts, "_CALIBRATE_ALL_EXPERTS", False))  # each sees its own tokens
         stack.enter_context(run_experts_fast(model))
         stack.enter_context(fuse_attention(model))
+        device = get_main_device()
+        widened = find_widened(precision, device)
+        stack.enter_context(compute_wide(model, widened))
         stack.enter_context(hold_one_layer([layer for _, layer in find_decoder_layers(model)]))
         context = stack.enter_context(DeviceContext.open(offload))
+        context.widened = widened
+        logger.info(f"layers compute in {describe_precision(model.dtype, precision, device)}")
         if offload:
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = model.get_output_embeddings()

@@ -22,6 +22,7 @@ from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.importance import IMPORTANCES, Importance
 from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES, WeightUpdate
+from struprune_plugin.runtime.precision import Precision
 from struprune_plugin.settings.registry import Config, Patterns
 
 UnitField = Annotated[SerializeAsAny[UnitKind], BeforeValidator(UNIT_KINDS.parse)]
@@ -124,6 +125,8 @@ class StructuredModifier(StageModifier):
     :param rotate_values: rotate the values of each head first, so that few channels carry most of the output; for value
         channels with ``obs`` and a solve
     :param effort: ``fast``, ``default`` or ``best``: fields of :data:`EFFORTS` that the recipe leaves out
+    :param precision: dtype in which layers compute: ``model``, the one that it is loaded in and saved in; ``float32``; ``auto``:
+        float32 where the device has no products of the model's dtype
     :param offload: keep states, moments, solves and embeddings on the host, and on the device only the layer that runs
     """
 
@@ -145,6 +148,7 @@ class StructuredModifier(StageModifier):
     dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
     rotate_values: bool = True
     effort: Literal[tuple(EFFORTS)] = "default"  # type: ignore[valid-type]
+    precision: Precision = "auto"
     offload: bool = False
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressed_tensors.offload import disable_onloading
+from llmcompressor.utils.dev import get_main_device
 from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from struprune_plugin.modifiers.fields import StructuredModifier
 from struprune_plugin.modifiers.setup import Setup
 from struprune_plugin.pruning.selection import list_together
 from struprune_plugin.runtime.device_context import find_free_bytes
+from struprune_plugin.runtime.precision import describe_precision, find_widened
 from struprune_plugin.storage.files import format_bytes
 
 _STREAM_COPIES = 4  # of all hidden states, in the model's dtype: dense; the pruned path's inputs, attention and outputs
@@ -50,6 +52,7 @@ class Needs:
     device: int  # peak, with one layer at a time and the next one on its way there
     weights: int  # of the whole model as loaded, on the host
     movable: dict[str, int]  # between layers on the device if there is room, else on the host; slowest to move first
+    computed_in: str  # dtype of the layers while they run and, where it is not the model's, why
     offload: bool  # nothing but one layer stays on the device
 
     def choose_kept(self) -> dict[str, int]:
@@ -65,7 +68,11 @@ class Needs:
         kept = self.choose_kept()
         parts = {name: size for name, size in {"weights": self.weights, **self.movable}.items() if name not in kept}
         held = f"about {format_bytes(sum(parts.values()))}: {_list_bytes(parts)}"
-        facts = [("on the device", f"about {format_bytes(self.device)}"), ("on the host", held)]
+        facts = [
+            ("computes in", self.computed_in),
+            ("on the device", f"about {format_bytes(self.device)}"),
+            ("on the host", held),
+        ]
         return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
 
 
@@ -90,6 +97,7 @@ def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
     """Return the bytes that a run needs, from shapes and measured units alone."""
     modifier, groups, hidden = setup.recipe, setup.groups, read_hidden_size(model)
     item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
+    told = describe_precision(model.dtype, modifier.precision, get_main_device())
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
     movable = {
         "states": work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4),
@@ -99,7 +107,7 @@ def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
     if getattr(modifier.allocation, "trial_samples", 0):
         kept = [group for group in groups if not group.mixture or (modifier.experts and not modifier.experts.drops)]
         movable["moments"] = count_moment_bytes(kept, hidden)
-    return Needs(device, count_parameters(model) * item, movable, modifier.offload)
+    return Needs(device, count_parameters(model) * item, movable, told, modifier.offload)
 
 
 def _count_device(
@@ -108,8 +116,11 @@ def _count_device(
     """Return the peak bytes on the device: while moments are gathered, in a solve, in a backward pass, or at the logits."""
     layouts, tokens = find_layouts(model), work.batch_size * work.seq_length
     measures = modifier.allocation.measures
-    weights = 2 * max(_count_bytes(layer) for layer, _ in layouts)  # with the next layer's, on their way
-    activations = max(_count_activations(model, index, *pair, work) for index, pair in enumerate(layouts))
+    largest, item = max(_count_bytes(layer) for layer, _ in layouts), model.dtype.itemsize
+    weights = 2 * largest  # with the next layer's, on their way
+    if model.dtype in find_widened(modifier.precision, get_main_device()):  # a copy of the layer that runs
+        weights, item = weights + largest // item * 4, 4
+    activations = max(_count_activations(model, index, *pair, work, item) for index, pair in enumerate(layouts))
     widest = max(group.num_columns for group in groups)
     head: Any = model.get_output_embeddings()
     backward = logits = 0
@@ -117,7 +128,7 @@ def _count_device(
         backward = 3 * activations + 4 * hidden * (tokens + hidden)
         logits = 4 * _LOGIT_COPIES * work.seq_length * head.out_features
     if modifier.offload:  # moments, solves and the head are on the host, and no layer is fetched ahead
-        return weights // 2 + max(activations + 12 * _OFFLOADED * (widest + 1), backward)
+        return weights - largest + max(activations + 12 * _OFFLOADED * (widest + 1), backward)
 
     def count_moments(own: Sequence[UnitGroup]) -> int:
         return sum(4 * count_sums(group.num_columns, hidden) for group in own)
@@ -147,9 +158,9 @@ def _count_bytes(module: nn.Module) -> int:
 
 
 def _count_activations(
-    model: PreTrainedModel, index: int, layer: nn.Module, layout: LayerLayout, work: Workload
+    model: PreTrainedModel, index: int, layer: nn.Module, layout: LayerLayout, work: Workload, item: int
 ) -> int:
-    """Return the bytes of one layer's forward pass on a micro-batch."""
+    """Return the bytes of one layer's forward pass on a micro-batch, with ``item`` bytes per element."""
     config: Any = model.config.get_text_config(decoder=True)
     config = config.per_layer_config[index] if config.is_heterogeneous else config
     hidden, length, inside = (
@@ -160,6 +171,6 @@ def _count_activations(
     for unit in layout.units:
         kind = UNIT_KINDS.parse(unit.kind)
         inside[not kind.is_mixer] += kind.count_activations(unit, layer, config)
-    per_token = model.dtype.itemsize * (max(inside) + 7 * hidden + 2 * length) + 20 * hidden
+    per_token = item * (max(inside) + 7 * hidden + 2 * length) + 20 * hidden
     maps = 0 if can_fuse_attention(model) else 12 * measure_layer(layout, layer).num_heads * length
     return work.batch_size * length * (per_token + maps)

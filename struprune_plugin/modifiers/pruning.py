@@ -10,6 +10,7 @@ from typing import Any
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.utils.dev import get_main_device
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils.data import RandomSampler
@@ -26,6 +27,7 @@ from struprune_plugin.modifiers.setup import RunSetup, prepare_run
 from struprune_plugin.modifiers.stage_modifier import list_modifiers
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.runtime.precision import describe_precision
 from struprune_plugin.storage.files import check_room
 from struprune_plugin.storage.manifest import Manifest, describe_versions, write_manifest
 from struprune_plugin.storage.resume_store import ResumeStore, describe_run
@@ -65,7 +67,7 @@ class StruPruneModifier(PruningFields):
             setup = self._setup = prepare_run(self, model, state.data.calib, self._stages)
         assert setup is not None
         recipe = setup.recipe
-        with enter_device_context(model, recipe.offload) as context, context.stage("whole pass"):
+        with enter_device_context(model, recipe.offload, recipe.precision) as context, context.stage("whole pass"):
             context.resident = keep_on_device(model, setup, setup.batches)
             plan, sensitivity = AllocationPass(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
@@ -118,4 +120,7 @@ class StruPruneModifier(PruningFields):
                 "Pass shuffle_calibration_samples=False."
             )
         recipe = [{type(m).__name__: m.model_dump(exclude=set(Modifier.model_fields))} for m in list_modifiers()]
+        assert self._setup is not None
+        precision = self._setup.recipe.precision
+        recipe.append({"computed_in": describe_precision(state.model.dtype, precision, get_main_device())})
         self._store.open(describe_run(recipe, describe_versions(), state.model, batches))

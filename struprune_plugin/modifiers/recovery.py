@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.core import Event, State
+from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -19,6 +20,7 @@ from struprune_plugin.modifiers.checks import check_order, check_sequences, chec
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.training import AdapterTraining, RecoveryConfig, attach_adapters, match_linears
 from struprune_plugin.runtime.distributed import check_one_process
+from struprune_plugin.runtime.precision import Precision, describe_precision
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 
 
@@ -29,7 +31,11 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     It runs between pruning and quantising, and minimises the cross entropy; the adapters that are best on held-out samples are
     merged into the weights. See :class:`~struprune_plugin.recovery.training.AdapterTraining`. For longer or wider training give
     the output folder to ``transformers.Trainer``.
+
+    :param precision: as of :class:`~struprune_plugin.modifiers.fields.StructuredModifier`
     """
+
+    precision: Precision = "auto"
 
     _samples: tuple[list[Tensor], list[Tensor]] = PrivateAttr(default=([], []))  # to train on, held out
     _micro_size: int = PrivateAttr(default=1)
@@ -61,7 +67,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         train, held_out = self._samples
         with (
             DisableQuantization(model),
-            enter_device_context(model) as context,
+            enter_device_context(model, precision=self.precision) as context,
             context.stage("training"),
             attach_adapters(model, self._linears, self.adapters, self.seed) as parameters,
         ):
@@ -73,6 +79,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             "trained_parameters": sum(parameter.numel() for parameter in parameters),
             "linears": len(self._linears),
             "samples": {"trained": len(train), "held_out": len(held_out)},
+            "computed_in": describe_precision(model.dtype, self.precision, get_main_device()),
             "seconds": round(time.perf_counter() - began, 3),
             "memory_measure": context.measure,
             "stages": [{"name": name, **asdict(stage)} for name, stage in context.stages.items()],

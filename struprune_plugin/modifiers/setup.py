@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from llmcompressor.utils.dev import get_main_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.precision import describe_precision
 from struprune_plugin.storage import manifest
 
 
@@ -95,6 +97,7 @@ class RunSetup(Setup):
                 limit=budgets.describe_limit(self.recipe, count_weight_bytes(model)),
             ),
             allocation=plan.record,
+            computed_in=describe_precision(model.dtype, self.recipe.precision, get_main_device()),
             memory_measure=context.measure,
             stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -28,12 +28,14 @@ class DeviceContext:
 
     :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
         layer's weights, which are fetched ahead
+    :ivar widened: dtypes whose layers compute in float32
     :ivar resident: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
 
     def __init__(self, offload: bool = False):
         self.offload = offload
+        self.widened: Collection[torch.dtype] = ()
         self.resident: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()

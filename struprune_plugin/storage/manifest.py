@@ -196,6 +196,7 @@ class Manifest(BaseModel):
     calibration: CalibrationRecord
     budget: BudgetRecord
     allocation: AllocationRecord
+    computed_in: str = ""  # dtype of the layers while they ran and, where it is not the model's, why
     memory_measure: str  # what ``peak_bytes`` of the stages counts
     stages: list[StageEntry]
     groups: list[GroupRecord]

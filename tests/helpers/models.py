@@ -78,11 +78,14 @@ def make_dataset(num_samples: int = 8, length: int = 32, seed: int = 1) -> Datas
 
 
 def run_oneshot(model, recipe=None, dataset=None, **kwargs):
-    """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier.
+    """Run our oneshot with the options that make it deterministic; ``kwargs`` that it lacks go to the modifier (``precision``
+    is oneshot's own, the dtype of loading).
 
     A modifier made here is :data:`CHEAP` but for what they say.
     """
-    ours = CHEAP | {k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields}
+    ours = CHEAP | {
+        k: kwargs.pop(k) for k in list(kwargs) if k in StruPruneModifier.model_fields.keys() - {"precision"}
+    }
     options = {"batch_size": 4, "shuffle_calibration_samples": False, "num_calibration_samples": 8} | kwargs
     return oneshot(
         model=model,

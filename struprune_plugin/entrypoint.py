@@ -30,7 +30,7 @@ from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.modifiers.checks import check_mappings, check_pruned
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.modifiers.host_arguments import check_arguments, load_model
+from struprune_plugin.modifiers.host_arguments import check_arguments
 from struprune_plugin.recipes.load import load_recipe, write_recipe
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import summarize_output
@@ -45,6 +45,7 @@ from struprune_plugin.storage.checkpoint import (
     note_left_out,
 )
 from struprune_plugin.storage.files import check_room
+from struprune_plugin.storage.loading import load_model
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest
 from struprune_plugin.storage.output_folder import write_folder
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -92,23 +93,14 @@ def oneshot(
     offloaded = None if offload_folder is None else Path(offload_folder)  # a path counts even if nothing is there yet
     check_arguments(model, loaded, offloaded, window_bos, kwargs)
     revision, trusts = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
-    if isinstance(model, PreTrainedModel):
-        config, source = model.config, model.config.name_or_path
-    else:
-        model = source = os.fspath(model)
-        config = check_checkpoint(model, trusts, revision)
+    model = model if isinstance(model, PreTrainedModel) else os.fspath(model)
+    source = model if isinstance(model, str) else model.config.name_or_path
+    config = check_checkpoint(model, trusts, revision) if isinstance(model, str) else model.config
     check_pruned(loaded.modifiers, config)
-    named = [source, recipe, offloaded]
-    named += [kwargs.get(name) for name in ("dataset", "dataset_path", "tokenizer", "processor")]
+    named = [source, recipe, offloaded, *map(kwargs.get, ("dataset", "dataset_path", "tokenizer", "processor"))]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
-    store, pruning = None, next((each for each in loaded.modifiers if isinstance(each, StruPruneModifier)), None)
-    if checkpoint_dir is not None:
-        if pruning is None:
-            raise ValueError(
-                "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
-            )
-        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
-        pruning.set_store(store)
+    pruning = next((each for each in loaded.modifiers if isinstance(each, StruPruneModifier)), None)
+    store = None if checkpoint_dir is None else _open_store(pruning, checkpoint_dir, inputs, output_dir)
     with ExitStack() as stack:
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -120,12 +112,7 @@ def oneshot(
             if pruning is not None:
                 pruning.set_output(folder)
         origin = find_origin(kwargs.get("tokenizer") or kwargs.get("processor") or source, trusts)
-        if isinstance(tokenizer := kwargs.get("tokenizer"), (str, os.PathLike)):
-            kwargs["tokenizer"] = load_tokenizer(tokenizer, trust_remote_code=trusts)
-        elif isinstance(model, str) and not (tokenizer or kwargs.get("processor")):
-            # also for a wrapper, whose other files are copied
-            kwargs["tokenizer"] = load_tokenizer(model, revision, trusts)
-        kwargs = prepare_dataset(model, kwargs, window_bos)
+        kwargs = prepare_dataset(model, _read_tokenizer(model, kwargs), window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
         if pruning is None and not get_non_linearized_moes(model):  # else llm-compressor takes experts apart first
@@ -140,15 +127,45 @@ def oneshot(
             check_written(folder, compressed)
             write_recipe(loaded, folder)
             keep_tokenizer(origin, source, folder, revision)
-            carry_files(source, folder, compressed.config, revision)
-            carry_manifest(source, folder)
-            if (folder / MANIFEST_NAME).is_file():
-                write_card(folder)
+            _carry(source, folder, compressed.config, revision)
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
         logger.info("\n" + "\n\n".join(summarize_output(Path(output_dir))))
     return compressed
+
+
+def _open_store(
+    pruning: StruPruneModifier | None,
+    folder: str | os.PathLike,
+    inputs: list[str | os.PathLike],
+    output: str | os.PathLike | None,
+) -> ResumeStore:
+    """Return the store of a pruning stage's finished parts, which the stage then uses."""
+    if pruning is None:
+        raise ValueError("checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out.")
+    store = ResumeStore(Path(folder), [*inputs, *([] if output is None else [output])])
+    pruning.set_store(store)
+    return store
+
+
+def _read_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a tokenizer in place of its name, or with that of a model given by name."""
+    trusts, tokenizer = kwargs.get("trust_remote_code_model", False), kwargs.get("tokenizer")
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return {**kwargs, "tokenizer": load_tokenizer(tokenizer, trust_remote_code=trusts)}
+    if isinstance(model, str) and not (tokenizer or kwargs.get("processor")):
+        # also for a wrapper, whose other files are copied
+        return {**kwargs, "tokenizer": load_tokenizer(model, kwargs.get("model_revision", "main"), trusts)}
+    return kwargs
+
+
+def _carry(source: str, folder: Path, config: PretrainedConfig, revision: str) -> None:
+    """Carry what a model's folder holds beside its weights to an output, and write the output's card."""
+    carry_files(source, folder, config, revision)
+    carry_manifest(source, folder)
+    if (folder / MANIFEST_NAME).is_file():
+        write_card(folder)
 
 
 @contextmanager

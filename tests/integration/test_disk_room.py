@@ -10,7 +10,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
-from struprune_plugin.modifiers import host_arguments
+from struprune_plugin.storage import loading
 from struprune_plugin.storage.files import check_room
 
 RECIPE = {"sparsity": 0.3, "allocation": "uniform", "sensitivity": "none"}
@@ -61,7 +61,7 @@ def test_other_recipes_conversions_and_offloading_need_room_too(llama, tmp_path,
     with pytest.raises(ValueError, match="output_dir: the disk must have"):
         run_oneshot(llama, recipe, output_dir=str(tmp_path / "both"))
     memory = SimpleNamespace(available=5 * 10**9)
-    monkeypatch.setattr(host_arguments, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    monkeypatch.setattr(loading, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
     with pytest.raises(ValueError, match="offload_folder: the disk must have"):
         run_oneshot(llama, offload_folder=str(tmp_path / "offload"), **RECIPE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]

@@ -71,7 +71,7 @@ def _gather_moments(
             run_again(call, layer, states)
             stream = seen.read(group)
             sums.add(Visit(stream.source, stream.inputs, stream.output, call))
-    return GroupSums.finish([sums])[0].all
+    return GroupSums.finish([sums]).select(0).all
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:

@@ -66,7 +66,7 @@ def prune_osscar(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
         for call, stream in zip(calls, hidden, strict=True):
             observer.run_layer(layer, members, replace(call, hidden=stream))
         for group in members:
-            moments = observer.collect_moments(layer, [group], group.name)[0].all
+            moments = observer.collect_moments(layer, [group], group.name).select(0).all
             changed = changed or kept[group.name] < group.num_units
             if changed:  # before the first cut there is nothing to repair
                 num_swaps += _prune_group(layer, group, moments, kept[group.name])

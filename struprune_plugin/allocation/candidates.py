@@ -9,8 +9,9 @@ units of one block removed, measure by how much.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,17 +30,18 @@ from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import LayerStep, calibrating, stream_layers
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
+from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.second_moments import move_moments, stack, stack_moments, unstack_moments
+from struprune_plugin.linalg.second_moments import move_moments
+from struprune_plugin.linalg.second_moments import stack as stack_tensors
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.linalg.ties import MARGIN, argmin_with_ties
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
-from struprune_plugin.pruning.selection import list_together, split_alike
+from struprune_plugin.pruning.selection import list_stacks
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, sum_over_ranks
 
@@ -116,39 +118,34 @@ class Trial:
         solved, known = list[tuple[UnitGroup, Weights]](), self.fit.moments
         cut = [group for group in select_groups(self.groups, step.name) if self._list_counts(group)]
         step.observe(statistics, cut, fit)
-        for together in list_together(cut, {group.name: self._list_counts(group) for group in cut}):
-            modules = [ModuleView(step.layer, group, statistics) for group in together]
-            if known is None:
-                gathered = statistics.collect_moments(step.layer, together, "trials")
-            else:
-                gathered = [known[group.name] for group in together]
-            for alike, moments in split_alike(modules, gathered):
+        for stack in list_stacks(step.layer, cut, statistics, {group.name: self._list_counts(group) for group in cut}):
+            for part, moments in _read_moments(stack, known):
                 with self.context.solving():
-                    weights = compute_on_rank0(partial(self._solve, alike, moments), self.context.solve_device)
-                solved += zip((module.group for module in alike), weights, strict=True)
-            del gathered, moments  # before the next are assembled
+                    weights = compute_on_rank0(partial(self._solve, part, moments), self.context.solve_device)
+                solved += zip(part.groups, weights, strict=True)
+                del moments  # before the next are assembled
         statistics.finish_layer()
         return solved
 
-    def _solve(self, modules: Sequence[ModuleView], gathered: Sequence[GroupMoments]) -> list[Weights]:
+    def _solve(self, stack: Stack, gathered: Moments) -> list[Weights]:
         """Return the weights on the kept units, zero elsewhere; the dense ones without a solve, or all with too few tokens."""
-        group, config, to_solver = modules[0].group, self.config, self.context.to_solver
-        names, counts, copies = [m.group.name for m in modules], self._list_counts(group), group.columns_per_unit
-        dense, basis = stack([module.read_weights() for module in modules]), self.fit.measured[group.name].basis
-        order = to_solver(stack([self.fit.measured[name].order for name in names]))
-        if config.weight_update.solves and gathered[0].determines:
-            moments = stack_moments([move_moments(own.all, to_solver) for own in gathered])
-            damped = damp_moments(moments, dense, config.dampening_frac, modules[0].has_bias)
-            if basis is not None:  # of heads, which are solved one module at a time
-                basis = to_solver(basis)
-                damped = stack_moments([rotate_moments(own, basis, copies) for own in unstack_moments(damped)])
-            solved = solve_nested_weights(damped, order, copies, counts, names)
+        group, config, to_solver, measured = stack.group, self.config, self.context.to_solver, self.fit.measured
+        counts, copies, dense = self._list_counts(group), group.columns_per_unit, stack.read_weights()
+        order = to_solver(stack_tensors([measured[name].order for name in stack.names]))
+        bases = [basis for name in stack.names if (basis := measured[name].basis) is not None]
+        if config.weight_update.solves and gathered.determines:
+            moments = move_moments(gathered.all, to_solver)
+            damped = damp_moments(moments, dense, config.dampening_frac, stack.has_bias)
+            basis = to_solver(stack_tensors(bases)) if bases else None
             if basis is not None:
-                solved = ((n, rotate_columns(found[0], basis.mT, copies)[None]) for n, found in solved)
+                damped = rotate_moments(damped, basis, copies)
+            solved = solve_nested_weights(damped, order, copies, counts, stack.names)
+            if basis is not None:
+                solved = ((n, rotate_columns(found, basis.mT, copies)) for n, found in solved)
         else:
             gone = unit_columns(order, copies)[:, None].expand(-1, dense.shape[1], -1)
             solved = ((n, dense.scatter(2, gone[..., : (group.num_units - n) * copies], 0.0)) for n in counts)
-        weights, dtype = [Weights() for _ in modules], find_linear(modules[0].layer, group.consumer).weight.dtype
+        weights, dtype = [Weights() for _ in stack.groups], find_linear(stack.layer, group.consumer).weight.dtype
         for count, found in solved:
             cast = found.to(dtype)
             columns = group.to_module_order(cast[..., :-1]).contiguous()
@@ -177,6 +174,18 @@ class Trial:
             totals.append(float(moved.double().sum()))
             del found
         return torch.tensor(totals, dtype=torch.float64)
+
+
+def _read_moments(stack: Stack, known: Mapping[str, tuple[Moments, int]] | None) -> Iterator[tuple[Stack, Moments]]:
+    """Yield the parts of a stack that are solved together, with their moments: stored ones, or gathered now."""
+    if known is None:
+        yield from stack.split(stack.collect_moments("trials"))
+        return
+    for _, run in itertools.groupby(range(len(stack.groups)), lambda index: id(known[stack.names[index]][0])):
+        linears = list(run)  # stored together
+        moments, _ = known[stack.names[linears[0]]]
+        places = [known[stack.names[index]][1] for index in linears]
+        yield from stack.take(linears).split(moments.take(places))
 
 
 def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[float]) -> UnitAllocation:

@@ -15,13 +15,13 @@ from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics
 from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import calibrating, stream_layers
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
+from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, sum_increases
 from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.selection import list_together, rank_units
+from struprune_plugin.pruning.selection import list_stacks, rank_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks
 
@@ -34,11 +34,11 @@ class Fit:
     """Results of an allocation pass.
 
     :param measured: statistics of every group, by name
-    :param moments: moments of every group over the batches, by name; None if they are not stored
+    :param moments: moments over the batches, and the group's place in them, by the name of a group; None if they are not stored
     """
 
     measured: Mapping[str, GroupStatistics]
-    moments: Mapping[str, GroupMoments] | None = None
+    moments: Mapping[str, tuple[Moments, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,39 +56,37 @@ class CurveMeasurer:
 
     def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> Fit:
         """Return the statistics of every group and, for trials on the same batches, its moments, if they are kept."""
-        measured, stored = dict[str, GroupStatistics](), dict[str, GroupMoments]()
+        measured, stored = dict[str, GroupStatistics](), dict[str, tuple[Moments, int]]()
         statistics, park = LayerStatistics(TARGETS["local"], self.context), partial(self.context.park, what="moments")
         with calibrating(self.model):
             for step in stream_layers(self.model, batches, self.context, "error curves"):
                 own = select_groups(groups, step.name)
                 step.observe(statistics, own)
-                for together in list_together(own):
-                    modules = [ModuleView(step.layer, group, statistics) for group in together]
-                    moments = statistics.collect_moments(step.layer, together, "statistics")
-                    names = [group.name for group in together]
+                for stack in list_stacks(step.layer, own, statistics):
+                    moments = stack.collect_moments("statistics")
                     if keeps_moments:
-                        parked = [replace(part, all=move_moments(part.all, park)) for part in moments]
-                        stored.update(zip(names, parked, strict=True))
+                        parked = replace(moments, all=move_moments(moments.all, park))
+                        stored |= {name: (parked, index) for index, name in enumerate(stack.names)}
                     with self.context.solving():
-                        found = compute_on_rank0(partial(self._describe, modules, moments), torch.device("cpu"))
-                    measured.update(zip(names, found, strict=True))
+                        found = compute_on_rank0(partial(self._describe, stack, moments), torch.device("cpu"))
+                    measured.update(zip(stack.names, found, strict=True))
                     del moments  # before the next are assembled
                 statistics.finish_layer()
         return Fit(measured, stored if keeps_moments else None)
 
-    def _describe(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments]) -> list[GroupStatistics]:
-        """Return the statistics of groups of one shape, with one transfer to the host for all."""
+    def _describe(self, stack: Stack, moments: Moments) -> list[GroupStatistics]:
+        """Return the statistics of a stack's groups, with one transfer to the host for all."""
         config, host = self.config, self.context.to_host
-        problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
-        ranked = rank_units(problems, config, modules[0].group.num_units)
-        scores, order = (torch.stack([getattr(units, name) for units in ranked]) for name in ("scores", "order"))
+        problem = GroupProblem.pose(stack, moments, config.dampening_frac, self.sensitivity, config.sparsity)
+        ranked = rank_units(problem, config, stack.group.num_units)
         if config.weight_update.solves and config.importance.eliminates:
-            curves = sum_increases(scores.gather(1, order))
+            curves = sum_increases(ranked.scores.gather(1, ranked.order))
         else:
-            curves = torch.stack([self._measure_curve(*pair) for pair in zip(problems, order, strict=True)])
-        scores, order, curves = host(scores), host(order), host(curves)
-        weights = [self.rule.weigh(self.model, p.group, own) for p, own in zip(problems, scores, strict=True)]
-        bases = [None if units.basis is None else host(units.basis) for units in ranked]
+            linears = enumerate(ranked.order)
+            curves = torch.stack([self._measure_curve(problem.select(index), order) for index, order in linears])
+        scores, order, curves = host(ranked.scores), host(ranked.order), host(curves)
+        weights = [self.rule.weigh(self.model, *own) for own in zip(stack.groups, scores, strict=True)]
+        bases = [None] * len(weights) if ranked.basis is None else host(ranked.basis)
         return [GroupStatistics(*own) for own in zip(weights, curves, scores, order, bases, strict=True)]
 
     def _measure_curve(self, problem: GroupProblem, order: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import (
     MomentSums,
     SecondMoments,
+    move_moments,
     select_inputs,
+    stack,
     sum_energies,
-    unstack_moments,
 )
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.surgery import read_consumer
@@ -33,22 +35,60 @@ _HOLD_EVERY = 4  # sequences
 
 
 @dataclass(frozen=True)
-class GroupMoments:
-    """Second moments of one group's consumer, inputs in unit order.
+class Moments:
+    """Second moments of the consumers of a stack, inputs in unit order; the first dimension of every tensor is the linears.
 
     :param all: of all sequences
     :param held: of the held-out ones among them; None where there are none
-    :param num_rows: number of tokens that an expert saw; None elsewhere
+    :param num_rows: number of tokens that each expert saw; None elsewhere
+    :param holds: for each linear, whether it has held-out tokens
     """
 
     all: SecondMoments
     held: SecondMoments | None = None
-    num_rows: int | None = None
+    num_rows: Sequence[int] | None = None
+    holds: Sequence[bool] = ()
 
     @property
     def determines(self) -> bool:
-        """True if there are at least as many tokens as inputs, so that a solve is determined."""
-        return self.num_rows is None or self.num_rows >= len(self.all.gram) - 1
+        """True if every linear has at least as many tokens as inputs, so that a solve is determined."""
+        return self.num_rows is None or min(self.num_rows) >= self.all.gram.shape[-1] - 1
+
+    def select(self, linear: int) -> Moments:
+        """Return the moments of one linear, without the first dimension, as views."""
+        pick = itemgetter(linear)
+        held = None if self.held is None else move_moments(self.held, pick)
+        rows = None if self.num_rows is None else [self.num_rows[linear]]
+        return Moments(move_moments(self.all, pick), held, rows)
+
+    def take(self, linears: Sequence[int]) -> Moments:
+        """Return the moments of some linears; of neighbours as views."""
+        pick = pick_linears(linears)
+        rows = None if self.num_rows is None else [self.num_rows[index] for index in linears]
+        held = None if self.held is None else move_moments(self.held, pick)
+        return Moments(move_moments(self.all, pick), held, rows, [self.holds[index] for index in linears])
+
+    def split(self, alone: bool) -> Iterator[tuple[list[int], Moments]]:
+        """Yield linears in parts that are solved together, and their moments: those that all have, or all lack, held-out tokens and
+        as many tokens as a solve needs.
+
+        :param alone: each linear alone
+        """
+        parts = dict[object, list[int]]()
+        for index, holds in enumerate(self.holds):
+            determined = self.num_rows is None or self.num_rows[index] >= self.all.gram.shape[-1] - 1
+            parts.setdefault((determined, holds, alone and index), []).append(index)
+        for linears in parts.values():
+            part = self.take(linears)
+            yield linears, part if all(part.holds) else replace(part, held=None)
+
+
+def pick_linears(linears: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return a function that takes some linears of a stacked tensor; neighbours as a view."""
+    first, count = linears[0], len(linears)
+    if linears == list(range(first, first + count)):
+        return itemgetter(slice(first, first + count))
+    return lambda tensor: tensor[torch.tensor(linears, device=tensor.device)]
 
 
 class GroupSums:
@@ -84,8 +124,8 @@ class GroupSums:
             add_visit(sums, visit, own, self._context)
 
     @staticmethod
-    def finish(together: Sequence[GroupSums]) -> list[GroupMoments]:
-        """Return the moments of groups of one shape over the batches of all processes, once, in unit order.
+    def finish(together: Sequence[GroupSums]) -> Moments:
+        """Return the moments of a stack over the batches of all processes, once, in unit order.
 
         :raises ValueError: NaN or Inf among the activations; the message names the linear
         """
@@ -93,12 +133,12 @@ class GroupSums:
         for part in (part for own in together for sums in own._sums for part in sums.list_parts()):
             sum_over_ranks(part)
         ranks = gather([own._num_rows for own in together])
-        rows = [sum(own) if group.mixture else None for own in zip(*ranks, strict=True)]
+        rows = [sum(own) for own in zip(*ranks, strict=True)] if group.mixture else None
         with context.solving():
             alike = zip(*(own._sums for own in together), strict=True)
             parts = [MomentSums.assemble(sums, context.to_solver) for sums in alike]
-            for held in parts[1:]:
-                for total, other in zip(vars(parts[0]).values(), vars(held).values(), strict=True):
+            for apart in parts[1:]:
+                for total, other in zip(vars(parts[0]).values(), vars(apart).values(), strict=True):
                     total.add_(other)
             if group.repeats > 1:
                 columns = group.to_unit_order(torch.arange(group.num_columns, device=parts[0].gram.device))
@@ -111,8 +151,8 @@ class GroupSums:
                     f"{own._group.name}: activations must be finite, got NaN or Inf in its inputs or targets. "
                     "Load the model in a wider dtype (bfloat16 or float32), or repair the checkpoint."
                 )
-        found = zip(*map(unstack_moments, parts), counts, rows, strict=True)
-        return [GroupMoments(whole, held[0] if held and count else None, seen) for whole, *held, count, seen in found]
+        every, *held = parts
+        return Moments(every, held[0] if held else None, rows, [bool(held and count) for count in counts])
 
 
 class LayerStatistics:
@@ -205,7 +245,7 @@ class LayerStatistics:
         self.dense.repair_all(self._groups)
         self._groups = groups
 
-    def collect_moments(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> list[GroupMoments]:
+    def collect_moments(self, layer: nn.Module, groups: Sequence[UnitGroup], progress: str) -> Moments:
         """Return the moments of the next groups: already gathered for a layer's first group, gathered by a pass for the others.
 
         An expert that saw no token has those of uncorrelated inputs, negligible beside other modules' errors.
@@ -216,12 +256,12 @@ class LayerStatistics:
             for index in trange(len(self.calls), desc=progress, leave=False):
                 self._gather(layer, self._list_visited(groups[0]), index)
         found = GroupSums.finish([self._sums.pop(group.name) for group in groups])
-        for own, group in zip(found, groups, strict=True):
-            if own.num_rows == 0:
+        for index, (rows, group) in enumerate(zip(found.num_rows or (), groups, strict=False)):
+            if rows == 0:
                 dense = read_consumer(layer, group)
-                own.all.gram.diagonal().fill_(_FAINT)
-                own.all.cross.copy_(_FAINT * dense)
-                own.all.target_energy.copy_(_FAINT * dense.square().sum())
+                found.all.gram[index].diagonal().fill_(_FAINT)
+                found.all.cross[index].copy_(_FAINT * dense)
+                found.all.target_energy[index].copy_(_FAINT * dense.square().sum())
         return found
 
     def finish_layer(self) -> None:
@@ -232,12 +272,24 @@ class LayerStatistics:
 
 
 @dataclass(frozen=True)
-class ModuleView:
-    """Group of units, at its present sizes, in its decoder layer, with the statistics of the calibration data."""
+class Stack:
+    """Consumers of one decoder layer that are ranked and solved together, with the statistics of the calibration data.
+
+    :param groups: one group, or experts of one shape, at their present sizes
+    """
 
     layer: nn.Module
-    group: UnitGroup
+    groups: Sequence[UnitGroup]
     statistics: LayerStatistics
+
+    @property
+    def group(self) -> UnitGroup:
+        """The first group, for all that is the same in the others."""
+        return self.groups[0]
+
+    @property
+    def names(self) -> list[str]:
+        return [group.name for group in self.groups]
 
     @property
     def context(self) -> DeviceContext:
@@ -245,17 +297,31 @@ class ModuleView:
 
     @property
     def has_bias(self) -> bool:
-        """True if the consumer has a bias."""
+        """True if the consumers have a bias."""
         return find_linear(self.layer, self.group.consumer).bias is not None
 
     def read_weights(self) -> Tensor:
-        """Return :func:`~struprune_plugin.model.surgery.read_consumer` of the group, on the device where systems are solved."""
-        return read_consumer(self.layer, self.group, self.context.to_solver)
+        """Return :func:`~struprune_plugin.model.surgery.read_consumer` of every group, on the device where systems are solved,
+        shape [linears, d, n + 1], float64."""
+        return stack([read_consumer(self.layer, group, self.context.to_solver) for group in self.groups])
+
+    def take(self, linears: Sequence[int]) -> Stack:
+        """Return the stack of some groups."""
+        return replace(self, groups=[self.groups[index] for index in linears])
+
+    def collect_moments(self, progress: str) -> Moments:
+        """Return :meth:`LayerStatistics.collect_moments` of the groups."""
+        return self.statistics.collect_moments(self.layer, self.groups, progress)
+
+    def split(self, moments: Moments) -> Iterator[tuple[Stack, Moments]]:
+        """Yield the parts that are solved together; on a CPU, whose caches hold the matrices of one linear, each alone."""
+        for linears, part in moments.split(self.context.solve_device.type == "cpu"):
+            yield self.take(linears), part
 
     def visit_batches(self) -> Iterator[Visit]:
-        """Run the present layer on every batch and yield the visits."""
+        """Run the present layer on every batch and yield the visits of a single group."""
         for index in trange(len(self.statistics.calls), desc=f"{self.group.name} inputs", leave=False):
-            yield next(self.statistics.visit(self.layer, [self.group], index)[1])[1]
+            yield next(self.statistics.visit(self.layer, self.groups, index)[1])[1]
 
 
 def add_visit(sums: MomentSums, visit: Visit, parts: Sequence[slice | Tensor], context: DeviceContext) -> None:

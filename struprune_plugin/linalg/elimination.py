@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +15,13 @@ _PANELS = 32  # downdates of the matrices until all units are removed, or as man
 _GONE = 1 / 4  # share of removed units that the matrices may still hold, because a copy costs more
 
 
-class Elimination(NamedTuple):
-    """Units, first removed first, int64, and the increase of the error at each, float64, both of shape [..., removed]."""
-
-    order: Tensor
-    increase: Tensor
-
-
 @dataclass(frozen=True)
 class RankedUnits:
-    """Units of a group, at least those to be removed, first removed first, int64, and the score of every unit, float64.
+    """Units of one linear or of several, at least those to be removed, first removed first, shape [..., removed], int64, and the
+    score of every unit, shape [..., units], float64, infinite where it was not removed.
 
     :param basis: orthogonal basis to which the heads' units are rotated first, rows are the new units, shape
-        [blocks, width, width], float64; None without rotation
+        [..., blocks, width, width], float64; None without rotation
     """
 
     order: Tensor
@@ -67,7 +60,7 @@ def unit_columns(units: Tensor, width: int) -> Tensor:
 
 def eliminate_units(
     damped: SecondMoments, columns_per_unit: int, where: Where, num_blocks: int = 1, num_remove: int | None = None
-) -> Elimination:
+) -> RankedUnits:
     """Remove units, a panel at a time, those first whose removal raises the re-solved error least; ties go by index.
 
     Removing unit u with columns U raises ``min_W ||Y - W P||^2`` by ``tr(W_U [(H^-1)_UU]^-1 W_U^T)``, with W the current
@@ -91,8 +84,10 @@ def eliminate_units(
         units, costs = left.remove(min(panel, rounds - start))
         order.append(units)
         increase.append(costs)
-    shape = (*damped.gram.shape[:-2], rounds * num_blocks)
-    return Elimination(torch.cat(order, 1).view(shape), torch.cat(increase, 1).view(shape).double())
+    removed, lead = torch.cat(order, 1), damped.gram.shape[:-2]
+    scores = removed.new_full((len(removed), num_units), torch.inf, dtype=torch.float64)
+    scores.scatter_(1, removed, torch.cat(increase, 1).double())
+    return RankedUnits(removed.view(*lead, rounds * num_blocks), scores.view(*lead, num_units))
 
 
 class _Remaining:

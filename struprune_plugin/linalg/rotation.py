@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from struprune_plugin.linalg.elimination import RankedUnits
-from struprune_plugin.linalg.second_moments import SecondMoments
-from struprune_plugin.linalg.solve import factorize_in_place
+from struprune_plugin.linalg.second_moments import SecondMoments, stack
+from struprune_plugin.linalg.solve import Where, factorize_in_place
 
 _PREFERENCE = 1e-6  # the last channel counts as dearer than the first by this share, so that rounding decides no tie
 
 
-def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: str) -> RankedUnits:
+def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: Where) -> RankedUnits:
     """Return an orthogonal basis of every head whose first directions cost least to remove, and the order of the directions.
 
     The score of a direction is the increase of the least-squares error at its removal, if the blocks lose one each in turn.
@@ -29,8 +29,13 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     matrices are summed over them.
     Source: method.md section 3, ``obs``, with directions in place of columns; the increase is of the sum of squares.
 
+    :param damped: of one linear, or of several of one shape, each worked on alone
     :raises ValueError: H is singular
     """
+    if damped.gram.dim() > 2:
+        linears = zip(*vars(damped).values(), where, strict=True)
+        found = [find_directions(SecondMoments(*own), num_blocks, copies, name) for *own, name in linears]
+        return RankedUnits(*(stack([getattr(own, name) for own in found]) for name in ("order", "scores", "basis")))
     width = (len(damped.gram) - 1) // (num_blocks * copies)
     inverse = factorize_in_place(damped.gram.clone(), where)
     torch.cholesky_inverse(inverse, out=inverse)
@@ -66,7 +71,9 @@ def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
 
 
 def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:
-    """Return ``A R^T`` for a matrix over the consumer's inputs and the bias, shape [rows, n + 1], float64."""
+    """Return ``A R^T`` for a matrix over the consumer's inputs and the bias, shape [..., rows, n + 1], float64."""
+    if matrix.dim() > 2:
+        return stack([rotate_columns(*own, copies) for own in zip(matrix, basis, strict=True)])
     num_blocks, width = basis.shape[:2]
     parts = matrix[:, :-1].reshape(-1, num_blocks, width, copies).permute(1, 0, 3, 2)
     inner = parts.reshape(num_blocks, -1, width) @ basis.mT  # one product per block: thirty times faster than per row
@@ -76,6 +83,6 @@ def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:
 
 def rotate_moments(moments: SecondMoments, basis: Tensor, copies: int) -> SecondMoments:
     """Return the moments of rotated inputs; sums of absolute values become NaN."""
-    gram = rotate_columns(rotate_columns(moments.gram.double(), basis, copies).T, basis, copies).T
+    gram = rotate_columns(rotate_columns(moments.gram.double(), basis, copies).mT, basis, copies).mT
     cross = rotate_columns(moments.cross.double(), basis, copies)
     return SecondMoments(gram, cross, moments.target_energy, torch.full_like(moments.absolute_sum, torch.nan))

@@ -259,11 +259,6 @@ def move_moments(moments: SecondMoments, move: Move) -> SecondMoments:
     return SecondMoments(*map(move, vars(moments).values()))
 
 
-def stack_moments(parts: Sequence[SecondMoments]) -> SecondMoments:
-    """Return the moments of several linears of one shape, with a first dimension more; those of one alone as a view."""
-    return SecondMoments(*map(stack, zip(*(vars(part).values() for part in parts), strict=True)))
-
-
 def sum_energies(moments: SecondMoments) -> Tensor:
     """Return ``tr(H) + tr(Y Y^T)`` of one linear or of several, shape [...], float64, which is finite if every token was."""
     return moments.gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64) + moments.target_energy
@@ -272,11 +267,6 @@ def sum_energies(moments: SecondMoments) -> Tensor:
 def stack(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape with a first dimension more; one alone as a view."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
-
-
-def unstack_moments(moments: SecondMoments) -> list[SecondMoments]:
-    """Return the moments of every linear of a stack, as views."""
-    return [SecondMoments(*parts) for parts in zip(*vars(moments).values(), strict=True)]
 
 
 def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.budget import MAX_SPARSITY
 from struprune_plugin.layerwise.capture import Visit
-from struprune_plugin.layerwise.statistics import ModuleView
+from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
 from struprune_plugin.linalg.second_moments import append_bias, make_moments, measure_error, with_bias_index
 from struprune_plugin.model.layers import find_linear
@@ -43,7 +43,7 @@ class ADMMRun:
     :param damping: pull of every weight step towards the current weights
     """
 
-    def __init__(self, module: ModuleView, settings: ADMMSettings, damping: float, num_units: int):
+    def __init__(self, module: Stack, settings: ADMMSettings, damping: float, num_units: int):
         self.module, self.settings, self.damping = module, settings, damping
         self.group, self.context = module.group, module.context
         self.states: list[tuple[Parts, Variables]] = []  # samples and their variables, on the host
@@ -203,7 +203,7 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
     def can_refine(self, group: UnitGroup) -> bool:
         return bool(group.extra_linears) or not (group.unit.is_mixer or group.mixture)
 
-    def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
+    def refine(self, module: Stack, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
         return ADMMRun(module, self, dampening_frac, len(keep)).refine(keep, weight)
 
     def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from torch import Tensor
 
-from struprune_plugin.layerwise.statistics import GroupMoments, ModuleView
+from struprune_plugin.layerwise.statistics import Moments, Stack
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
-from struprune_plugin.linalg.second_moments import SecondMoments, stack, stack_moments, unstack_moments
+from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
 from struprune_plugin.linalg.solve import damp_moments, weigh_outputs
 from struprune_plugin.model.unit_kind import UnitGroup
 
@@ -29,18 +30,20 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class GroupProblem:
-    """Least-squares problem of one group's consumer: inputs in unit order, the bias last.
+    """Least-squares problem of the consumers of a stack: inputs in unit order, the bias last.
 
-    :param module: the group in its layer, which is not changed
-    :param gathered: moments of the consumer's inputs and targets
-    :param weight: the consumer's present weights, shape [d, n + 1], float64
+    The first dimension of every tensor is the linears; in the problem of one linear (:meth:`select`) there is none.
+
+    :param module: the groups in their layer, which is not changed
+    :param gathered: moments of the consumers' inputs and targets
+    :param weight: the consumers' present weights, shape [linears, d, n + 1], float64
     :param damped: moments of all sequences, damped towards these weights
     :param sparsity: sparsity asked of the whole model
     :param dampening_frac: dampening of every solve but the closing one
     """
 
-    module: ModuleView
-    gathered: GroupMoments
+    module: Stack
+    gathered: Moments
     weight: Tensor
     damped: SecondMoments
     sensitivity: Sensitivity
@@ -50,23 +53,28 @@ class GroupProblem:
     @classmethod
     def pose(
         cls,
-        modules: Sequence[ModuleView],
-        gathered: Sequence[GroupMoments],
+        module: Stack,
+        gathered: Moments,
         dampening_frac: float,
         sensitivity: Sensitivity | None = None,
         sparsity: float = 0.0,
-    ) -> list[GroupProblem]:
-        """Return the problems of a module, or of experts of one shape, in their present state."""
-        weights = stack([module.read_weights() for module in modules])
-        damped = damp_moments(
-            stack_moments([own.all for own in gathered]), weights, dampening_frac, modules[0].has_bias
+    ) -> GroupProblem:
+        """Return the problem of a stack in its present state."""
+        weight = module.read_weights()
+        damped = damp_moments(gathered.all, weight, dampening_frac, module.has_bias)
+        return cls(module, gathered, weight, damped, sensitivity or Sensitivity(), sparsity, dampening_frac)
+
+    def select(self, linear: int) -> GroupProblem:
+        """Return the problem of one linear, as views without the first dimension."""
+        pick = itemgetter(linear)
+        module, gathered = self.module.take([linear]), self.gathered.select(linear)
+        return replace(
+            self, module=module, gathered=gathered, weight=pick(self.weight), damped=move_moments(self.damped, pick)
         )
-        common = sensitivity or Sensitivity(), sparsity, dampening_frac
-        parts = zip(modules, gathered, weights, unstack_moments(damped), strict=True)
-        return [cls(*part, *common) for part in parts]
 
     @property
     def group(self) -> UnitGroup:
+        """The first group, for all that is the same in the others."""
         return self.module.group
 
     @property
@@ -77,21 +85,20 @@ class GroupProblem:
     @property
     def weighed(self) -> SecondMoments:
         """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured."""
-        return unstack_moments(weigh_problems([self]))[0]
+        root = self.sensitivity.fisher_sqrt.get(self.group.output_name)
+        return (
+            self.damped
+            if root is None
+            else weigh_outputs(self.damped, self.module.context.to_solver(root), self.weight)
+        )
 
     def rotate(self, basis: Tensor) -> GroupProblem:
-        """Return the problem of rotated inputs."""
+        """Return the problem of rotated inputs.
+
+        :param basis: shape [linears, blocks, width, width]
+        """
         copies, held = self.group.columns_per_unit, self.gathered.held
         rotated = None if held is None else rotate_moments(held, basis, copies)
         gathered = replace(self.gathered, all=rotate_moments(self.moments, basis, copies), held=rotated)
         damped, weight = rotate_moments(self.damped, basis, copies), rotate_columns(self.weight, basis, copies)
         return replace(self, gathered=gathered, damped=damped, weight=weight)
-
-
-def weigh_problems(problems: Sequence[GroupProblem]) -> SecondMoments:
-    """Return :attr:`GroupProblem.weighed` of one group, or of experts of one list and shape, with a first dimension more."""
-    damped, first = stack_moments([problem.damped for problem in problems]), problems[0]
-    root = first.sensitivity.fisher_sqrt.get(first.group.output_name)
-    if root is None:
-        return damped
-    return weigh_outputs(damped, first.module.context.to_solver(root), stack([problem.weight for problem in problems]))

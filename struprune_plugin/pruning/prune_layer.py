@@ -20,35 +20,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import GroupMoments, LayerStatistics, ModuleView
+from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
 from struprune_plugin.model import surgery
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_groups
-from struprune_plugin.pruning.selection import list_together, select_units, split_alike
+from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_weights
+from struprune_plugin.pruning.selection import list_stacks, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
-from struprune_plugin.storage.manifest import GroupRecord
+from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 from struprune_plugin.storage.resume_store import ResumeStore
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Kept units and new weights of one group.
+class Solution:
+    """Kept units and new weights of a stack, in unit order, the bias last; the first dimension is the linears.
 
-    :param keep: sorted kept units, shape [kept], int64, on the host
-    :param weight: the consumer's weights on them, in unit order, bias last, shape [d, kept columns + 1], float64
-    :param basis: rotation of the heads' units before selection, shape [blocks, width, width]; None without one
+    :param keep: sorted kept units, shape [linears, kept], int64, on the host
+    :param weight: the consumers' weights on them, shape [linears, d, kept columns + 1], float64
+    :param basis: rotation of the units before selection, shape [linears, blocks, width, width]; None without one
     :param producers: by name, the kept rows of a linear that the rotation changes, bias last; processes may share the weights
-    :param record: record for the manifest
     """
 
     keep: Tensor
     weight: Tensor
     basis: Tensor | None
     producers: dict[str, Tensor]
-    record: GroupRecord
+    records: list[SolveRecord]
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,9 @@ class Pruner:
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
-        for together in list_together(left, kept):
-            changed = changed or any(kept[group.name] < group.num_units for group in together)
-            modules = [ModuleView(layer, group, statistics) for group in together]
-            decisions = self.decide(modules, progress, changed)
-            with self.context.stage("admm" if self.config.weight_update.can_refine(together[0]) else "surgery"):
-                for module, decision in zip(modules, decisions, strict=True):
-                    records.append(self.apply(module, decision) if changed else decision.record)
+        for stack in list_stacks(layer, left, statistics, kept):
+            changed = changed or any(kept[group.name] < group.num_units for group in stack.groups)
+            records += self.prune_stack(stack, changed, progress)
         return LayerOutcome(records, changed)
 
     def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
@@ -148,47 +143,47 @@ class Pruner:
                     experts.routing.drop(layer, group.mixture, experts.keep[group.output_name])
         return self.plan.list_left(groups)
 
-    def decide(self, modules: Sequence[ModuleView], progress: str, updates: bool) -> list[Decision]:
-        """Return the kept units and new weights of a group, or of experts of one shape. The layer is not changed.
+    def prune_stack(self, stack: Stack, updates: bool, progress: str) -> list[GroupRecord]:
+        """Remove units from the groups of a stack, in place, and update the remaining weights; return the groups' records.
 
-        :param updates: whether the remaining weights are re-solved
+        :param updates: whether anything was removed up to this stack; else the layer stays as it is
         """
-        context, layer, statistics = self.context, modules[0].layer, modules[0].statistics
-        with context.stage("statistics"):
-            told = f"{progress}{modules[0].group.consumer.split('.')[-1]} statistics"
-            gathered = statistics.collect_moments(layer, [module.group for module in modules], told)
-        decided = dict[str, Decision]()
-        for alike, moments in split_alike(modules, gathered):
-            with context.stage("select and solve"), context.solving():
-                found = compute_on_rank0(partial(self.solve, alike, moments, updates), context.solve_device)
-            decided.update(zip((module.group.name for module in alike), found, strict=True))
-        return [decided[module.group.name] for module in modules]
+        records = dict[str, GroupRecord]()
+        with self.context.stage("statistics"):
+            moments = stack.collect_moments(f"{progress}{stack.group.consumer.split('.')[-1]} statistics")
+        for part, own in stack.split(moments):
+            with self.context.stage("select and solve"), self.context.solving():
+                solve = partial(self.solve, part, own, updates)
+                solution = compute_on_rank0(solve, self.context.solve_device)
+            refines = self.config.weight_update.can_refine(part.group)
+            with self.context.stage("admm" if refines else "surgery"):
+                for index, group in enumerate(part.groups):
+                    record = describe_group(group, solution.keep[index], solution.records[index])
+                    records[group.name] = self.apply(part, index, solution, record) if updates else record
+        return [records[name] for name in stack.names]
 
-    def solve(self, modules: Sequence[ModuleView], moments: Sequence[GroupMoments], updates: bool) -> list[Decision]:
-        """Damp the moments, rank the units, keep the last and solve the weights anew; parameters as in :meth:`decide`."""
-        config, num_keep = self.config, self.plan.kept[modules[0].group.name]  # the same for all
-        problems = GroupProblem.pose(modules, moments, config.dampening_frac, self.sensitivity, config.sparsity)
-        keep, basis = select_units(problems, num_keep, config)
+    def solve(self, stack: Stack, moments: Moments, updates: bool) -> Solution:
+        """Damp the moments, rank the units, keep the last and solve the weights anew. The layer is not changed."""
+        config, layer, group = self.config, stack.layer, stack.group
+        problem = GroupProblem.pose(stack, moments, config.dampening_frac, self.sensitivity, config.sparsity)
+        keep, basis = select_units(problem, self.plan.kept[group.name], config)  # the same number for all
         kept, producers = self.context.to_host(keep), dict[str, Tensor]()
-        if basis is not None:  # of heads, which are solved one module at a time
-            layer, group = modules[0].layer, modules[0].group
-            (name,), rotated = group.producers, surgery.rotate_producer(layer, group, basis, self.context.to_solver)
-            producers[name] = rotated[group.find_kept_rows(name, kept[0]).to(rotated.device)]
-            problems = [problem.rotate(basis) for problem in problems]
-        solved = solve_groups(problems, keep, config, updates)
-        return [
-            Decision(own, weight, basis, producers, describe_group(problem.group, own, record))
-            for problem, own, (weight, record) in zip(problems, kept, solved, strict=True)
-        ]
+        if basis is not None:  # of blocks, whose stack is one group
+            ((name,), (rows,), (own,)) = group.producers, kept, basis
+            rotated = surgery.rotate_producer(layer, group, own, self.context.to_solver)
+            producers[name] = rotated[group.find_kept_rows(name, rows).to(rotated.device)]
+            problem = problem.rotate(basis)
+        weight, records = solve_weights(problem, keep, config, updates)
+        return Solution(kept, weight, basis, producers, records)
 
-    def apply(self, module: ModuleView, decision: Decision) -> GroupRecord:
-        """Remove units from the layer, with the weight update's refinement if it has one; return the group's record."""
-        layer, group, record = module.layer, module.group, decision.record
+    def apply(self, stack: Stack, index: int, solution: Solution, record: GroupRecord) -> GroupRecord:
+        """Remove units of one group from the layer, with the weight update's refinement if it has one; return its record."""
+        layer, group, keep, weight = stack.layer, stack.groups[index], solution.keep[index], solution.weight[index]
         if not self.config.weight_update.can_refine(group):
-            surgery.slice_group(layer, group, decision.keep, decision.weight, decision.producers)
+            surgery.slice_group(layer, group, keep, weight, solution.producers)
             return record
-        if decision.basis is not None:
-            surgery.rotate_group(layer, group, decision.basis)
-        objective, closing = refine_group(module, decision.keep, decision.weight, self.config)
+        if solution.basis is not None:
+            surgery.rotate_group(layer, group, solution.basis[index])
+        objective, closing = refine_group(stack.take([index]), keep, weight, self.config)
         solved = {name: getattr(closing, name) for name in ("error_after", "damping", "condition_number")}
         return replace(record, admm=objective, **solved)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from struprune_plugin.layerwise.statistics import ModuleView
+from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import measure_error, stack, stack_moments, take_columns, with_bias_index
+from struprune_plugin.linalg.second_moments import measure_error, take_columns, with_bias_index
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import set_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup
@@ -19,44 +18,40 @@ from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 
-def solve_groups(
-    problems: Sequence[GroupProblem], keep: Tensor, config: PruningConfig, updates: bool = True
-) -> list[tuple[Tensor, SolveRecord]]:
-    """Return the consumers' weights on the kept units, re-solved where configured, and the records of the solves.
+def solve_weights(
+    problem: GroupProblem, keep: Tensor, config: PruningConfig, updates: bool = True
+) -> tuple[Tensor, list[SolveRecord]]:
+    """Return the consumers' weights on the kept units, shape [linears, d, kept columns + 1], float64, re-solved where configured,
+    and the record of every solve.
 
-    :param problems: of one group, or of experts of one shape; all have, or all lack, held-out tokens and as many as a solve needs
-    :param keep: sorted kept units, shape [groups, kept]
+    :param problem: of linears that all have, or all lack, held-out tokens and as many as a solve needs
+    :param keep: sorted kept units, shape [linears, kept]
     :param updates: whether the remaining weights are re-solved at all
     """
-    group, gathered, has_bias = problems[0].group, problems[0].gathered, problems[0].module.has_bias
-    moments, present = stack_moments([problem.moments for problem in problems]), stack([p.weight for p in problems])
+    group, gathered, module = problem.group, problem.gathered, problem.module
     columns = unit_columns(keep, group.columns_per_unit)
-    deleted = take_columns(present, with_bias_index(columns, group.num_columns))
-    weight, dampings = deleted, [config.dampening_frac] * len(problems)
-    condition = scale = [None] * len(problems)
+    deleted = take_columns(problem.weight, with_bias_index(columns, group.num_columns))
+    weight, dampings = deleted, [config.dampening_frac] * len(keep)
+    condition = scale = [None] * len(keep)
     if config.weight_update.solves and updates and not gathered.determines:
-        weight, factors = scale_weights(moments, deleted, columns)
+        weight, factors = scale_weights(gathered.all, deleted, columns)
         scale = factors.tolist()
     elif config.weight_update.solves and updates:
-        if gathered.held is None:
-            damped = stack_moments([problem.damped for problem in problems])
-        else:
-            held = stack_moments([problem.gathered.held for problem in problems if problem.gathered.held])
-            dampings = choose_damping(moments, held, present, columns, has_bias)
-            damped = damp_moments(moments, present, present.new_tensor(dampings), has_bias)
-        weight, high = solve_kept_weights(damped, columns, [problem.group.name for problem in problems])
+        damped = problem.damped
+        if gathered.held is not None:
+            dampings = choose_damping(gathered.all, gathered.held, problem.weight, columns, module.has_bias)
+            chosen = problem.weight.new_tensor(dampings)
+            damped = damp_moments(gathered.all, problem.weight, chosen, module.has_bias)
+        weight, high = solve_kept_weights(damped, columns, module.names)
         condition = high.tolist()
-    energy = moments.target_energy.clamp(min=1e-300)
-    before, after = (measure_error(moments, some, columns) / energy for some in (deleted, weight))
+    energy = gathered.all.target_energy.clamp(min=1e-300)
+    before, after = (measure_error(gathered.all, some, columns) / energy for some in (deleted, weight))
     errors = torch.stack([energy, before, after]).tolist()
-    records = map(SolveRecord, *errors, dampings, [None] * len(problems), condition, scale)
-    return list(zip(weight, records, strict=True))
+    return weight, list(map(SolveRecord, *errors, dampings, [None] * len(keep), condition, scale))
 
 
-def refine_group(
-    module: ModuleView, keep: Tensor, weight: Tensor, config: PruningConfig
-) -> tuple[list[float], SolveRecord]:
-    """Refine the least-squares solution, slice, and re-solve the consumer on the true activations.
+def refine_group(module: Stack, keep: Tensor, weight: Tensor, config: PruningConfig) -> tuple[list[float], SolveRecord]:
+    """Refine the least-squares solution of a single group, slice, and re-solve the consumer on the true activations.
 
     The closing solve makes p = phi(z) hold exactly in the saved model. Source: method.md sections 6 and 7.
 
@@ -66,12 +61,12 @@ def refine_group(
     """
     refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
     slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
-    sliced = replace(module, group=module.group.resize(len(keep)))
-    gathered = module.statistics.collect_moments(module.layer, [sliced.group], f"{module.group.name} closing")
+    sliced = replace(module, groups=[module.group.resize(len(keep))])
+    gathered = sliced.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
-        problems = GroupProblem.pose([sliced], gathered, config.dampening_frac)  # damped towards the refined weights
-        everything = torch.arange(len(keep), device=problems[0].weight.device)
-        ((closing, record),) = solve_groups(problems, everything[None], config)
+        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)  # damped towards the refined weights
+        everything = torch.arange(len(keep), device=problem.weight.device)
+        (closing,), (record,) = solve_weights(problem, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
     return refined.objective, record
 

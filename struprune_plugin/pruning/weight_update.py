@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.statistics import ModuleView
+from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.settings.registry import Config, Registry
 
@@ -42,7 +42,7 @@ class WeightUpdate(Config):
         """Return whether :meth:`refine` is defined for a group."""
         return False
 
-    def refine(self, module: ModuleView, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
+    def refine(self, module: Stack, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
         """Return refined weights on the kept units, from the least-squares solution.
 
         :param module: not yet sliced

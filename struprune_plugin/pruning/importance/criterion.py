@@ -23,7 +23,7 @@ class Importance(Config):
     :cvar gradients: whether it needs :attr:`Sensitivity.saliency`, which :meth:`measure` computes
     :cvar takes_offload: whether it works with ``offload``
     :cvar aims: whether scores depend on the requested sparsity
-    :cvar revisits: whether it reads activations, by :meth:`ModuleView.visit_batches`
+    :cvar revisits: whether it reads activations, by :meth:`Stack.visit_batches`
     :cvar takes_experts: whether it ranks channels of experts
     """
 
@@ -35,14 +35,13 @@ class Importance(Config):
     takes_experts: ClassVar[bool] = True
     method: str
 
-    def rank(self, problems: Sequence[GroupProblem], num_remove: int) -> list[RankedUnits]:
-        """Return the units of every group, at least ``num_remove`` of them, lowest score first, and every unit's score.
+    def rank(self, problem: GroupProblem, num_remove: int) -> RankedUnits:
+        """Return at least ``num_remove`` units of every group of a stack, lowest score first, and every unit's score."""
+        scores = [self._score_checked(problem.select(linear)) for linear in range(len(problem.weight))]
+        orders = [order_units(own, problem.group.num_blocks) for own in scores]
+        return RankedUnits(torch.stack(orders), torch.stack(scores))
 
-        :param problems: of one group, or of experts of one shape
-        """
-        return [self._rank_by_score(problem) for problem in problems]
-
-    def _rank_by_score(self, problem: GroupProblem) -> RankedUnits:
+    def _score_checked(self, problem: GroupProblem) -> Tensor:
         group = problem.group
         columns = unit_columns(torch.arange(group.num_units, device=problem.weight.device), group.columns_per_unit)
         scores = self.score(problem, columns.view(group.num_units, -1))
@@ -52,11 +51,12 @@ class Importance(Config):
                 f"importance: {self.method} must give a finite score per unit, shape [{group.num_units}], got shape "
                 f"{[*scores.shape]}{'' if is_finite else ' with NaN or Inf'} for {group.name}. Correct its score()."
             )
-        return RankedUnits(order_units(scores, group.num_blocks), scores)
+        return scores
 
     def score(self, problem: GroupProblem, columns: Tensor) -> Tensor:
         """Return the score of every unit, shape [units], float64; the units of lowest score go first.
 
+        :param problem: of one linear
         :param columns: columns of every unit, shape [units, columns_per_unit], int64
         """
         raise NotImplementedError

@@ -55,7 +55,7 @@ def _observe(model, batch, groups, see):
             for handle in handles:
                 handle.remove()
             if any(group.join.norm for group in own):
-                return {g.consumer: statistics.collect_moments(step.layer, [g], "")[0].all for g in own}, seen
+                return {g.consumer: statistics.collect_moments(step.layer, [g], "").select(0).all for g in own}, seen
             statistics.finish_layer()
     raise AssertionError("no layer has a norm behind a consumer")
 

@@ -60,7 +60,7 @@ def test_a_shared_expert_is_asked_for_its_output_and_what_the_stream_lacks():
         linear = layer.get_submodule(shared.consumer)
         linear.register_forward_hook(lambda _m, args, out: seen.update(x=args[0].flatten(0, -2), y=out.flatten(0, -2)))
         now = call.run(layer, statistics.context).hidden.flatten(0, 1)
-        moments = statistics.collect_moments(layer, [shared], "")[0].all
+        moments = statistics.collect_moments(layer, [shared], "").select(0).all
     factors = now.square().mean(1).rsqrt()[:, None]
     inputs = seen["x"] * factors
     target = (seen["y"] + dense - now) * factors

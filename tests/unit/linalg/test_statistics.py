@@ -1,3 +1,5 @@
+from operator import itemgetter
+
 import pytest
 import torch
 from helpers.examples import examples
@@ -12,13 +14,13 @@ from struprune_plugin.linalg.second_moments import (
     append_bias,
     count_sums,
     measure_error,
+    move_moments,
     sum_energies,
-    unstack_moments,
 )
 
 
 def assemble(sums):
-    return unstack_moments(MomentSums.assemble([sums]))[0]
+    return move_moments(MomentSums.assemble([sums]), itemgetter(0))
 
 
 def test_accumulate_moments_equals_naive_sums():

@@ -41,7 +41,7 @@ def test_in_the_first_layer_the_residual_target_is_the_modules_own_output(model_
     groups = [group for group in find_groups(model, "value_channels") if group.layer_index == 0]
     for group in groups if groups[-1].join.parallel else groups[:1]:
         residual, block = (
-            observe(layer, groups, calls, target).collect_moments(layer, [group], "")[0].all
+            observe(layer, groups, calls, target).collect_moments(layer, [group], "").select(0).all
             for target in ("residual", "block")
         )
         torch.testing.assert_close(residual.cross, block.cross, rtol=1e-4, atol=1e-3)

@@ -115,7 +115,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
         call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
         sums = GroupSums(layer, group, DEVICE, DeviceContext(offload), hold_out=True, num_before=3)
         sums.add(Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
-        (found,) = GroupSums.finish([sums])
+        found = GroupSums.finish([sums]).select(0)
     side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
     expected = make_moments(torch.empty(16, group.num_columns + 1))
@@ -127,7 +127,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
 @pytest.mark.parametrize(
     "eliminate",
     [
-        lambda damped: eliminate_units(damped, 1, "x").increase,
+        lambda damped: eliminate_units(damped, 1, "x").scores,
         lambda damped: find_directions(damped, 4, 1, "x").scores,
     ],
 )

@@ -44,7 +44,7 @@ def list_sizes(
     """Yield sizes with the tokenizer of each, while the model has these rows alone."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     whole = [end.weight for end in ends]
-    loaded = plan.source.loaded
+    loaded, ends[0].padding_idx = plan.source.loaded, None  # of the whole vocabulary
     for size in sizes:
         gone = {*plan.order[: plan.num_tokens - size]}
         kept = sorted(number for number in plan.source.tokenizer.tokens if number not in gone)

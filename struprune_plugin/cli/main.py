@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
@@ -33,6 +33,7 @@ _RANKED = "text like that which the model will read, e.g. FILE.jsonl or c4"
 _TRIMMED = "folder to write; it appears when it is complete [default: show the plan, write nothing]"
 _GROWTH = "for auto: estimated growth of the bits of held-out text"
 _UNUSED = "whether added tokens for later use, e.g. <unused12>, stay"
+_PLOT = "also draw the curve (needs matplotlib)"
 _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
@@ -52,6 +53,9 @@ def prune(
     data: opt.Data = None,
     text_column: opt.TextColumn = "text",
     no_window_bos: opt.NoWindowBos = False,
+    vocabulary: opt.SmallVocabulary = None,
+    language: opt.Language = None,
+    words: opt.Words = None,
     settings: opt.Settings = None,
     sparsity: opt.Sparsity = None,
     budget: opt.Budget = None,
@@ -66,11 +70,22 @@ def prune(
     screen, changes = Screen(as_json, quiet), opt.read_changes(settings, budget, sparsity=sparsity, effort=effort)
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
+    from struprune_plugin.vocabulary.trim import trim_first
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
     run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
-    with nullcontext() if offload is None else own_folder(offload) as scratch:
-        oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
+    size = None if vocabulary is None else opt.read_vocabulary(vocabulary)
+    if size is None and (language or words):
+        raise ValueError("--language, --words: must come with --vocabulary, got none. Add it, or leave them out.")
+    ranked: dict[str, Any] = {"text": run["dataset"], "text_column": text_column, "language": language, "words": words}
+    with ExitStack() as stack:
+        scratch = None if offload is None else stack.enter_context(own_folder(offload))
+        if size is not None:
+            first = trim_first(model, output, overwrite, trust_remote_code, vocabulary=size, **ranked)
+            source = stack.enter_context(first)
+        else:
+            source = model
+        oneshot(source, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
     record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
     screen.show(record, *tables.summarize_output(output))
@@ -119,6 +134,7 @@ def trim(
     text_column: Annotated[str, opt.option("--text-column", "column of the text in --text", "NAME")] = "text",
     trust_remote_code: opt.TrustRemoteCode = False,
     overwrite: opt.Overwrite = False,
+    plot: Annotated[Path | None, opt.option("--plot", _PLOT, "FILE.svg")] = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -129,10 +145,12 @@ def trim(
     screen, size = Screen(as_json, quiet), opt.read_vocabulary(vocabulary)
     ranked: dict[str, Any] = {"text_column": text_column, "language": language, "words": words}
     opt.prepare(screen, [model])
-    from struprune_plugin.vocabulary.trim import trim_vocabulary
+    from struprune_plugin.vocabulary.trim import draw_curve, trim_vocabulary
 
     ranked |= {"vocabulary": size, "limit": limit, "reserved": reserved}
     record = trim_vocabulary(model, output, text, overwrite, trust_remote_code, **ranked)
+    if plot is not None:
+        draw_curve(record, plot)
     told = record.model_dump(exclude={"kept"})
     screen.show({"output": output, **told}, *tables.summarize_vocabulary(record, output))
 

@@ -42,6 +42,8 @@ _SIZE = "rows that stay: a share, a number, or auto"
 _LANGUAGE = "languages whose common words count beside the text, e.g. en,de (needs wordfreq)"
 _WORDS = "file of common words, one per line, with or without a count"
 Vocabulary = Annotated[str, option("--vocabulary", _SIZE, "N")]
+_FIRST = "first remove tokens that --data does not need, as `struprune trim` does: a share or a number of rows, or auto"
+SmallVocabulary = Annotated[str | None, option("--vocabulary", _FIRST, "N")]
 Language = Annotated[str | None, option("--language", _LANGUAGE, "L")]
 Words = Annotated[Path | None, option("--words", _WORDS, "FILE", exists=True, dir_okay=False)]
 

@@ -94,7 +94,8 @@ def list_vocabulary_facts(record: VocabularyRecord | None) -> list[tuple[str, st
         ("vocabulary", f"{record.rows_before:,} → {record.rows_after:,} tokens ({share:+.1%} of the whole model)"),
         ("held-out text", longer),
     ]
-    lost = ", ".join(name.title() for name in record.lost_scripts)
+    names = sorted(record.lost_scripts, key=lambda name: -record.scripts[name][0])
+    lost = ", ".join(name.title() for name in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return [*facts, ("scripts without words", lost)] if lost else facts
 
 

@@ -7,6 +7,9 @@ import os
 import shutil
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from typing import Any
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import write_whole
-from struprune_plugin.storage.manifest import carry_manifest
+from struprune_plugin.storage.files import check_room, write_whole
+from struprune_plugin.storage.manifest import carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
 from struprune_plugin.vocabulary.order import find_script
@@ -57,8 +60,31 @@ def trim_vocabulary(
     plan = plan_trim(check_source(name, settings.reserved, trust_remote_code, revision), settings)
     if output_dir is None:
         return describe_trim(plan)
+    check_room([("output_dir", Path(output_dir), sum(tensor.size for tensor in plan.source.stored.values()))])
     with write_folder(Path(output_dir), overwrite, inputs) as folder:
         return write_trim(plan, folder)
+
+
+@contextmanager
+def trim_first(model: str, output: Path, overwrite: bool, trusts: bool, **ranking: Any) -> Iterator[str]:
+    """Yield a trimmed copy of a model, which the block prunes into ``output``; the output then names the whole model.
+
+    The copy is beside the output, under the same name in every run, and goes at the end.
+
+    :param ranking: as of :func:`trim_vocabulary`, with ``text``
+    """
+    check_output(output, overwrite, [model])
+    folder = output.resolve().with_name(f".{output.name}.trimmed")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        record = trim_vocabulary(model, folder, trust_remote_code=trusts, **ranking)
+        yield str(folder)
+        manifest = read_manifest(output)
+        named = replace(manifest.model, base=record.base, parameters_before=record.parameters_before)
+        write_manifest(manifest.model_copy(update={"model": named}), output)
+        write_card(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
@@ -126,3 +152,23 @@ def describe_trim(plan: TrimPlan) -> VocabularyRecord:
         curve=plan.draw_curve(),
         kept=kept,
     )
+
+
+def draw_curve(record: VocabularyRecord, file: Path) -> None:
+    """Draw tokens more in the held-out text against the share of the whole model that is left.
+
+    :raises ValueError: matplotlib is not installed
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('--plot: needs matplotlib, got none. Run `pip install "struprune-plugin[plots]"`.') from None
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).add_subplot()
+    points = [(point.parameters / record.parameters_before, point.tokens_more) for point in record.curve]
+    axes.plot([100 * left for left, _ in points], [100 * more for _, more in points], marker="o")
+    axes.axvline(100 * record.parameters_after / record.parameters_before, color="gray", linestyle=":")
+    axes.set(
+        xlabel="parameters of the whole model left, %", ylabel="tokens more in held-out text, at most, %", ylim=(0, 5)
+    )
+    axes.grid(alpha=0.3)
+    figure.savefig(file)

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from struprune_plugin import oneshot, trim_vocabulary
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, read_texts
+from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, read_record
 from struprune_plugin.vocabulary.order import grow_counts, order_tokens
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
+from struprune_plugin.vocabulary.trim import draw_curve
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -289,3 +291,37 @@ def test_the_command_shows_a_plan_and_writes(plain, tmp_path, capsys):
     assert told["rows_after"] == 512
     assert cli.main([*command, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
     assert cli.main([*command, "--output", str(tmp_path / "out")]) == 2
+
+
+def test_prune_trims_first(plain, tmp_path, capsys):
+    """The output names the whole model, and its parameters are those of the whole."""
+    text = [
+        "--data",
+        str(DEMO_CALIBRATION),
+        "--num-samples",
+        "4",
+        "--seq-length",
+        "32",
+        "--recipe",
+        "struprune_uniform",
+    ]
+    command = ["prune", str(plain), *text, "--output", str(tmp_path / "out")]
+    assert cli.main([*command, "--vocabulary", "0.9"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    manifest, record = read_manifest(tmp_path / "out"), read_record(tmp_path / "out")
+    assert manifest.model.base == record.base == str(plain)
+    assert manifest.model.parameters_before == record.parameters_before > record.parameters_after
+    assert record.rows_after == len(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").get_input_embeddings().weight
+    )
+    assert "vocabulary" in capsys.readouterr().out
+    assert cli.main([*command, "--vocabulary", "0.9"]) == 2
+    assert cli.main([*command, "--language", "en", "--overwrite"]) == 2
+    assert cli.main([*command, "--vocabulary", "10", "--overwrite"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_curve_can_be_drawn(plain, tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_curve(trim_vocabulary(plain, None, DEMO_CALIBRATION, vocabulary=0.9), tmp_path / "curve.svg")
+    assert "svg" in (tmp_path / "curve.svg").read_text()

@@ -9,6 +9,7 @@ from helpers.models import DEFAULT, make_dataset, run_oneshot, save_model
 from helpers.played_device import DEVICE, play_device
 from transformers import AutoModelForCausalLM
 
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Visit
 from struprune_plugin.layerwise.statistics import GroupSums
@@ -85,6 +86,20 @@ def test_no_operation_mixes_sides_and_the_result_is_the_hosts(save_short, name, 
     for key, value in found.items():
         assert value.shape == expected[key].shape, key
         torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-3, atol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_layers_that_compute_in_float32_mix_no_sides(save_short, offload):
+    """Also in the sensitivity's backward pass and at the head, which is on the host with ``offload``."""
+    fields = {**DEFAULT, "sparsity": 0.3, "precision": "float32", "offload": offload}
+    data = {name: value for name, value in SIZES.items() if name != "sparsity"}
+    run = {"model": save_short("llama"), "precision": "bfloat16", **data}
+    expected = run_oneshot(recipe=StruPruneModifier(**fields), **run).state_dict()
+    with play_device():
+        found = run_oneshot(recipe=StruPruneModifier(**fields), **run).state_dict()
+    for key, value in found.items():
+        assert value.dtype is torch.bfloat16
+        torch.testing.assert_close(value.cpu(), expected[key], rtol=0.02, atol=0.02, msg=key)
 
 
 def test_the_played_device_refuses_what_a_card_refuses():

@@ -115,10 +115,8 @@ def oneshot(
         kwargs = prepare_dataset(model, _read_tokenizer(model, kwargs), window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
-        if pruning is None and not get_non_linearized_moes(model):  # else llm-compressor takes experts apart first
-            check_mappings(loaded.modifiers, model)
-        if folder is not None and pruning is None:
-            check_room([("output_dir", folder, count_weight_bytes(model) // 8)])  # float32 at 4 bits
+        if pruning is None:
+            _check_alone(loaded.modifiers, model, folder)
         copy_inference_tensors(model)
         note_left_out(model, source, revision)
         with rest_model(model), _adapt_host(config, model, loaded.modifiers), keep_generation_settings():
@@ -147,6 +145,14 @@ def _open_store(
     store = ResumeStore(Path(folder), [*inputs, *([] if output is None else [output])])
     pruning.set_store(store)
     return store
+
+
+def _check_alone(modifiers: list[Modifier], model: PreTrainedModel, folder: Path | None) -> None:
+    """Raise where other modifiers do not suit the model, or the disk is too small; a pruning stage checks this itself."""
+    if not get_non_linearized_moes(model):  # else llm-compressor takes experts apart first
+        check_mappings(modifiers, model)
+    if folder is not None:
+        check_room([("output_dir", folder, count_weight_bytes(model) // 8)])  # float32 at 4 bits
 
 
 def _read_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:

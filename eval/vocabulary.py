@@ -13,6 +13,8 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,8 +48,7 @@ def list_sizes(
     whole = [end.weight for end in ends]
     loaded, ends[0].padding_idx = plan.source.loaded, None  # of the whole vocabulary
     for size in sizes:
-        gone = {*plan.order[: plan.num_tokens - size]}
-        kept = sorted(number for number in plan.source.tokenizer.tokens if number not in gone)
+        kept = replace(plan, size=size).kept
         rows = torch.tensor([number for number in kept if number < plan.source.num_rows])
         weights = {id(weight): nn.Parameter(weight[rows.to(weight.device)]) for weight in whole}
         for end, weight in zip(ends, whole, strict=True):
@@ -59,27 +60,43 @@ def list_sizes(
         end.weight = weight
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of what is ranked by and what is scored."""
     parser.add_argument("--model", required=True)
     parser.add_argument(
         "--text", action="append", required=True, help="text that tokens are ranked by; may be repeated"
     )
     parser.add_argument("--language")
     parser.add_argument("--score", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--sizes", default="0.8,0.6,0.4", help="shares of the rows, or numbers of rows")
     parser.add_argument("--bytes", type=int, default=12_000, help="scored of every text")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16")
-    parsed = parser.parse_args()
-    texts = {name: read_any(file) for name, _, file in (entry.partition("=") for entry in parsed.score)}
-    texts = {name: take_bytes(several, parsed.bytes) for name, several in texts.items()}
-    source = check_source(parsed.model)
+
+
+def read_scored(parsed: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the first bytes of the texts to score, by name."""
+    named = (entry.partition("=") for entry in parsed.score)
+    return {name: take_bytes(read_any(file), parsed.bytes) for name, _, file in named}
+
+
+@contextmanager
+def read_ranking(parsed: argparse.Namespace) -> Iterator[Ranking]:
+    """Yield a ranking by all texts together, which are in one file meanwhile."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for name in parsed.text for text in read_any(name))
         file.flush()
-        start = time.perf_counter()
-        plan = plan_trim(source, Ranking(file.name, language=parsed.language, limit=0.9))
+        yield Ranking(file.name, language=parsed.language, limit=0.9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--sizes", default="0.8,0.6,0.4", help="shares of the rows, or numbers of rows")
+    parsed = parser.parse_args()
+    texts, source = read_scored(parsed), check_source(parsed.model)
+    start = time.perf_counter()
+    with read_ranking(parsed) as ranking:
+        plan = plan_trim(source, ranking)
     print(f"ranked in {time.perf_counter() - start:.0f} s; at least {plan.least} rows", flush=True)
     model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
     found = {

@@ -10,6 +10,7 @@ from helpers.models import VOCABULARY, save_model, save_opt
 from helpers.problems import make_problem
 
 from eval.peers import flap, modegpt, slicegpt
+from eval.peers.compact import prune_compact
 from eval.peers.fasp import prune_fasp
 from eval.peers.flap import prune_flap
 from eval.peers.llm_pruner import prune_llm_pruner
@@ -446,3 +447,24 @@ def test_modegpt_refuses_other_families(tmp_path):
     folder = save_model(make_model("qwen3", num_hidden_layers=2), tmp_path)
     with pytest.raises(ValueError, match=r"^modegpt: model must be one of .* got qwen3\. "):
         prune_modegpt(str(folder), make_windows(), 0.2)
+
+
+# -- COMPACT -----------------------------------------------------------------------------------------------------------
+
+
+def test_compact_keeps_the_channels_that_common_tokens_use(llama):
+    """Against squared activations of the dense model's second FFN, summed over the common tokens alone; nothing is repaired."""
+    windows, common = make_windows(), {*range(4, 900)}
+    dense = load_checkpoint(llama)[0]
+    result = prune_compact(llama, windows, 0.2, common)
+    assert result.removed == pytest.approx(0.2, abs=0.01)
+    old, new = (find_decoder_layers(model)[1][1].mlp for model in (dense, result.model))
+    seen = []
+    hook = old.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    compute_logits(dense, windows)
+    hook.remove()
+    counts = torch.tensor([[int(token) in common for token in row] for row in windows])
+    scores = (seen[0].double().square() * counts[..., None]).sum((0, 1))
+    keep = scores.topk(new.down_proj.in_features).indices.sort().values
+    torch.testing.assert_close(new.down_proj.weight, old.down_proj.weight[:, keep], rtol=0, atol=0)
+    torch.testing.assert_close(new.up_proj.weight, old.up_proj.weight[keep], rtol=0, atol=0)

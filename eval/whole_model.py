@@ -1,0 +1,92 @@
+"""The same share of a whole model removed in three ways, in bits per byte: channels alone, rows then channels, COMPACT.
+
+    python -m eval.whole_model --model MODEL --text books.jsonl --language en --score WikiText-2=DATA/wikitext2_test.jsonl \
+        --share 0.3 --rows 65536
+
+Ours: rows by the text and the word list, then units by the default. COMPACT: as many rows by the tokens' frequency in the text
+alone, then FFN channels without repair. All read the same windows of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eval.peers.compact import prune_compact
+from eval.vocabulary import add_arguments, list_sizes, read_ranking, read_scored
+from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_bits
+from struprune_plugin.evaluation.text import make_calibration_dataset
+from struprune_plugin.model.layers import count_prunable_parameters
+from struprune_plugin.reporting.tables import Table
+from struprune_plugin.vocabulary.trim import write_trim
+from struprune_plugin.vocabulary.trim_plan import check_source, plan_trim
+
+Bits = Mapping[str, float]
+
+
+def show(found: Mapping[str, tuple[Bits, float]]) -> Table:
+    """Return one row per way: bits per byte by text, their increase over that of channels alone, seconds."""
+    dense, channels = found["dense"][0], found["channels alone"][0]
+    table = []
+    for way, (bits, seconds) in found.items():
+        shares = " / ".join(f"{(bits[name] - dense[name]) / (channels[name] - dense[name]):.2f}" for name in dense)
+        table.append(
+            [way, *(f"{value:.4f}" for value in bits.values()), shares if way != "dense" else "", f"{seconds:.0f}"]
+        )
+    return Table(["", *dense, "of channels' increase", "seconds"], table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--share", type=float, default=0.3, help="of all parameters of the model, as stored")
+    parser.add_argument("--rows", type=int, required=True, help="of the vocabulary that stay")
+    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--effort", default="default")
+    parsed = parser.parse_args()
+    texts, source = read_scored(parsed), check_source(parsed.model)
+    found: dict[str, tuple[Bits, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch, read_ranking(parsed) as ranking:
+        plan = plan_trim(source, replace(ranking, vocabulary=parsed.rows))
+        rare = plan_trim(source, replace(ranking, vocabulary=parsed.rows, language=None))
+        model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
+        found["dense"] = {n: measure_bits(model, tokenizer, text, parsed.window) for n, text in texts.items()}, 0.0
+        print(found, flush=True)
+        prunable, whole = count_prunable_parameters(model), plan.estimate(source.num_rows).parameters
+        del model
+        rest = (parsed.share * whole - (whole - plan.estimate(plan.size).parameters)) / prunable
+        trimmed, out = Path(scratch) / "trimmed", Path(scratch) / "out"
+        trimmed.mkdir()
+        write_trim(plan, trimmed)
+        for way, folder, sparsity in (
+            ("rows, then channels", str(trimmed), rest),
+            ("channels alone", parsed.model, parsed.share * whole / prunable),
+        ):
+            start = time.perf_counter()
+            own = load_checkpoint(folder)[1] if folder != parsed.model else tokenizer
+            data = make_calibration_dataset(str(ranking.text), own, parsed.num_samples, parsed.window)
+            recipe = StruPruneModifier(sparsity=sparsity, effort=parsed.effort)
+            options = {"dataset": data, "num_calibration_samples": len(data), "shuffle_calibration_samples": False}
+            oneshot(folder, recipe, out, overwrite=True, batch_size=8, **options)
+            seconds = time.perf_counter() - start
+            model, own = load_checkpoint(str(out), parsed.dtype)
+            found[way] = {n: measure_bits(model, own, text, parsed.window) for n, text in texts.items()}, seconds
+            print(way, f"{sparsity:.1%} of the linears", found[way], flush=True)
+            del model
+        data = make_calibration_dataset(str(ranking.text), tokenizer, parsed.num_samples, parsed.window)
+        result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), rest, rare.kept)
+        for _, own in list_sizes(result.model, rare, [rare.size]):
+            bits = {n: measure_bits(result.model, own, text, parsed.window) for n, text in texts.items()}
+            found["COMPACT"] = bits, result.seconds
+        print(show(found))
+
+
+if __name__ == "__main__":
+    main()

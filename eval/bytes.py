@@ -77,14 +77,14 @@ def main() -> int:
         hashes[recipe] = {family: hash_weights(recipe, family) for family in args.families}
         row = [recipe]
         for family, result in hashes[recipe].items():
-            is_same = before.get(recipe, {}).get(family) in (None, result)
+            is_same = not args.compare or before.get(recipe, {}).get(family) == result
             differ += not is_same
             row.append(result[:12] + ("" if is_same else " differs"))
         rows.append(row)
     print(Table(["recipe", *args.families], rows))
     for recipe, results in hashes.items():
         for family, result in results.items():
-            old = before.get(recipe, {}).get(family, result)
+            old = before.get(recipe, {}).get(family) if args.compare else result
             if result.startswith("refused") or old != result:
                 print(f"{recipe}, {family}: {result}" + ("" if old == result else f"\n    before: {old}"))
     if args.write:

@@ -71,15 +71,16 @@ class UniformOutput(PerLayerOutput):
     def check(
         self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup], is_quantised: bool
     ) -> Iterator[tuple[bool, str]]:
-        name, rule, unit = model.config.model_type, recipe.allocation, recipe.attention_unit
-        heads = max((group.num_units for group in groups if group.unit.pool == "attention"), default=0)
+        name, rule = model.config.model_type, recipe.allocation
+        mixers = [group for group in groups if group.unit.is_mixer]
+        heads = max((group.num_units for group in mixers), default=0)
         start = "`output: uniform`"
         yield (
             rule.measures,
             f"{start} gives all layers one size, got `allocation: {rule.rule}`. Set `allocation: uniform`.",
         )
         yield (
-            unit == "value_channels",
+            any(kind.is_mixer and kind.splits_blocks for kind in recipe.list_units()),
             f"{start} needs values as wide as queries and keys, got `attention_unit: value_channels`. Set `attention_unit: head` "
             "or `attention_unit: none`.",
         )
@@ -97,7 +98,8 @@ class UniformOutput(PerLayerOutput):
         yield has_choice, f"{start} must cover all decoder layers. Remove targets and ignore."
         can_hold = self.allocate(model)
         yield (
-            unit == "head" and not any(can_hold("attention", n) for n in range(1, heads)),
+            any(kind.is_mixer and not kind.splits_blocks for kind in recipe.list_units())
+            and not any(can_hold("attention", n) for n in range(1, heads)),
             f"{start} needs all heads of {name}, got `attention_unit: head`. Set it to none.",
         )
 

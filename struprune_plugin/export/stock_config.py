@@ -62,8 +62,9 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
             alike.setdefault((group.mixture or group.consumer, group.num_units), []).append(group)
     fixed = {group.name: problem for m in alike.values() if (problem := _find_obstacle(model, m)) for group in m}
     beside = [group for group in groups if group.name in fixed]
-    if any(group.mixture for group in beside) and not _find_obstacle(model, beside):
-        groups = [replace(group, tie="experts") if group.name in fixed else group for group in groups]
+    tie = next((group.tie for group in beside if group.mixture), "")
+    if tie and not _find_obstacle(model, beside):
+        groups = [replace(group, tie=tie) if group.name in fixed else group for group in groups]
         fixed = {}
     left = [group for group in groups if group.name not in fixed]
     if not left:

@@ -10,9 +10,31 @@ from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Seen, Stream, record
-from struprune_plugin.layerwise.expert_streams import Repair
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Error that a layer's mixture, or a module beside it, has to repair.
+
+    :param error: error to be added to its output, shape [tokens, d], float32
+    :param factors: factors on the tokens' errors, shape [tokens], float32
+    """
+
+    error: Tensor
+    factors: Tensor
+
+    @classmethod
+    def of(cls, wanted: Tensor, now: Tensor) -> Repair:
+        """Return the difference between two streams; a token's factor is the inverse RMS of its stream, which norms divide by.
+
+        The first token of a text may hold nine tenths of the energy.
+
+        :param wanted: stream of the dense model, shape [tokens, d], float32
+        :param now: present stream, shape [tokens, d], float32
+        """
+        return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from tqdm import trange
 from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.capture import Seen, Stopped, Visit, keep_outputs, place_rows, record
 from struprune_plugin.layerwise.dense_reference import DenseReference, Target
-from struprune_plugin.layerwise.expert_streams import visit_experts
 from struprune_plugin.linalg.second_moments import (
     MomentSums,
     SecondMoments,
@@ -224,7 +223,7 @@ class LayerStatistics:
     def _list_visits(
         self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Seen, index: int
     ) -> Iterator[tuple[UnitGroup, Visit]]:
-        call, experts = self.calls[index], [group for group in groups if group.mixture]
+        call, mixture = self.calls[index], [group for group in groups if group.mixture]
         for group in groups:
             if group.mixture:
                 continue
@@ -234,8 +233,9 @@ class LayerStatistics:
             else:
                 target, weights = stream.output.float() + repair.error, repair.factors
             yield group, Visit(stream.source, stream.inputs, target, call, weights=weights)
-        if experts:
-            yield from visit_experts(layer, experts, seen, call, self.dense.find_repair(experts[0], seen, index))
+        if mixture:
+            repair = self.dense.find_repair(mixture[0], seen, index)
+            yield from mixture[0].unit.visit_mixture(layer, mixture, seen, call, repair)
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""

@@ -123,6 +123,15 @@ class UnitKind(Config):
         """Return the words for a group's units, as tables show them; the label alone, or followed by `` × …``."""
         return self.label
 
+    def visit_mixture(
+        self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Any, call: Any, repair: Any
+    ) -> Iterator[tuple[UnitGroup, Any]]:
+        """Yield every group of a mixture with its visit in a forward pass; see ``layerwise/capture.py`` for ``seen`` and visits.
+
+        :param repair: error that the mixture has to repair, or None
+        """
+        raise NotImplementedError
+
     def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
         """Return the weights of a group's dense module part by part, for methods that weigh a module by them: its linears."""
         return [_find(layer, name).weight.detach() for name in (*group.producers, group.consumer)]

@@ -45,9 +45,11 @@ def refuse(recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitG
     :param stages: modifiers before pruning, and those behind it
     """
     check_order(recipe, stages[0])
-    check_heads(stages[1], recipe.attention_unit == "head", recipe.attention_unit == "value_channels")
-    recipe.importance.check(model, recipe.attention_unit, recipe.prune_ffn)
-    recipe.weight_update.check(model, recipe.attention_unit, recipe.prune_ffn)
+    kinds = recipe.list_units()
+    mixers = [kind for kind in kinds if kind.is_mixer]
+    check_heads(stages[1], *(any(kind.splits_blocks == narrow for kind in mixers) for narrow in (False, True)))
+    recipe.importance.check(model, kinds)
+    recipe.weight_update.check(model, kinds)
     recipe.allocation.check(recipe.importance.method)
     for condition, sentence in _list_refusals(recipe, model, groups, stages[1]):
         if condition:
@@ -69,7 +71,7 @@ def _list_refusals(
     is_quantised = any(isinstance(other, QuantizationMixin) for other in later)
     yield from OUTPUTS[recipe.output].check(recipe, model, groups, is_quantised)
     yield (
-        recipe.experts is not None and not importance.takes_experts and find_structure(model).has_mixtures,
+        not importance.takes_experts and recipe.prunes_mixtures and find_structure(model).has_mixtures,
         f"`{ranked}` is not defined for the experts of a mixture. Set `experts: none`, or another importance.",
     )
     for on_device, asked in ((not importance.takes_offload, ranked), (update.refines, updated)):

@@ -182,7 +182,7 @@ class StructuredModifier(StageModifier):
         kinds = self.list_units()
         for kind in kinds:
             kind.check(model.config.model_type, find_layouts(model))
-        if any(kind.of_mixture for kind in kinds) and find_structure(model).has_mixtures:
+        if self.prunes_mixtures and find_structure(model).has_mixtures:
             take_apart(model)
         groups = list_groups(model, kinds, self.targets, self.ignore)
         widths = {group.num_units for group in groups if group.tie}  # several in the output of an earlier `per_layer`
@@ -196,6 +196,11 @@ class StructuredModifier(StageModifier):
             return self.units
         asked = {"attention_unit": self.attention_unit, "prune_ffn": self.prune_ffn}
         return list_kinds(**asked, prune_experts=self.experts is not None)
+
+    @property
+    def prunes_mixtures(self) -> bool:
+        """True if units of mixtures may go."""
+        return any(kind.of_mixture for kind in self.list_units())
 
     @model_validator(mode="after")
     def _read_units(self) -> StructuredModifier:

@@ -24,7 +24,7 @@ from struprune_plugin.linalg.second_moments import append_bias, make_moments, me
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import read_weight
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind
 from struprune_plugin.paper import admm_attention, admm_ffn
 from struprune_plugin.paper.admm_attention import AttentionSample
 from struprune_plugin.paper.admm_ffn import ADMMSettings, Sample, Variables
@@ -206,8 +206,8 @@ class ADMMUpdate(ADMMSettings, WeightUpdate):
     def refine(self, module: Stack, keep: Tensor, weight: Tensor, dampening_frac: float) -> Refined:
         return ADMMRun(module, self, dampening_frac, len(keep)).refine(keep, weight)
 
-    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        if not _check_model(model, "weight_update: admm", prune_ffn) and attention_unit != "none":
+    def check(self, model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
+        if not _check_model(model, "weight_update: admm", kinds) and any(kind.is_mixer for kind in kinds):
             for name in ("inner_steps", "learning_rate", "attention_method"):
                 if getattr(self, name) != ADMMSettings.model_fields[name].default:
                     raise ValueError(
@@ -246,15 +246,15 @@ class ClosedForm(ADMMSettings, Importance):
         num_keep = max(round(group.num_units * (1 - share) / group.num_blocks), 1) * group.num_blocks
         return ADMMRun(problem.module, self, problem.dampening_frac, group.num_units).score(first, num_keep)
 
-    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        if not _check_model(model, "importance: closed_form", prune_ffn) and attention_unit != "none":
+    def check(self, model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
+        if not _check_model(model, "importance: closed_form", kinds) and any(kind.is_mixer for kind in kinds):
             raise ValueError(
                 "importance: closed_form must have attention without rotary positions, got "
                 f"{model.config.model_type!r}. Set `attention_unit: none`, or `importance: obs`."
             )
 
 
-def _check_model(model: PreTrainedModel, what: str, prune_ffn: bool) -> bool:
+def _check_model(model: PreTrainedModel, what: str, asked: Sequence[UnitKind]) -> bool:
     """Return whether no layer encodes positions between queries and keys.
 
     :raises ValueError: an FFN to prune is neither ReLU nor SiLU-gated; several processes
@@ -263,8 +263,9 @@ def _check_model(model: PreTrainedModel, what: str, prune_ffn: bool) -> bool:
     kinds = find_structure(model).kinds
     units = [unit for kind in kinds for unit in kind.units if not unit.of_mixture]
     mixers = [unit for unit in units if UNIT_KINDS[unit.kind].order == 0]
-    for unit in units if prune_ffn else ():
-        if unit not in mixers and unit.formula not in ("relu", "gated silu"):
+    for unit in units:
+        is_asked = unit not in mixers and unit.kind in {kind.kind for kind in asked}
+        if is_asked and unit.formula not in ("relu", "gated silu"):
             _, gated, activation = unit.formula.rpartition("gated ")
             raise ValueError(
                 f"{what} must have a ReLU or a SiLU-gated FFN, got {gated}{activation or 'another'!r}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.layerwise.statistics import Stack
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 from struprune_plugin.settings.registry import Config, Registry
 
 
@@ -51,8 +52,8 @@ class WeightUpdate(Config):
         """
         raise NotImplementedError
 
-    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Raise a ValueError if the method is not defined for a model."""
+    def check(self, model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
+        """Raise a ValueError if the method is not defined for a model, or for the kinds of units that go."""
 
 
 WEIGHT_UPDATES: Registry[WeightUpdate] = Registry(WeightUpdate)

@@ -14,6 +14,7 @@ from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.units.expert_reading import ExpertsLayout, find_experts
+from struprune_plugin.units.expert_streams import visit_experts
 from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
 
 
@@ -50,6 +51,11 @@ class ExpertChannels(FFNChannels):
             for index in range(members.num_experts):
                 group = describe_channels(self, experts.place(index), layer)
                 yield replace(group, mixture=experts.output, tie=self.kind)
+
+    def visit_mixture(
+        self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Any, call: Any, repair: Any
+    ) -> Iterator[tuple[UnitGroup, Any]]:
+        yield from visit_experts(layer, groups, seen, call, repair)
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         members: Any = layer.get_submodule(unit.output)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.linalg.elimination import RankedUnits, order_units, unit_columns
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.settings.registry import Config, Registry
 
@@ -67,8 +67,8 @@ class Importance(Config):
         """Return every unit's saliency in the whole dense model, by group name; required if :attr:`gradients` is set."""
         raise NotImplementedError
 
-    def check(self, model: PreTrainedModel, attention_unit: str, prune_ffn: bool) -> None:
-        """Raise a ValueError if the method is not defined for a model, or not at all."""
+    def check(self, model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
+        """Raise a ValueError if the method is not defined for a model, for the kinds of units that go, or not at all."""
         if type(self).rank is Importance.rank and type(self).score is Importance.score:
             raise ValueError(f"importance: {self.method} must define score() or rank(), got neither. Add one of them.")
 

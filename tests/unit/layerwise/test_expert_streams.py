@@ -8,8 +8,7 @@ from compressed_tensors.offload import offload_module
 
 from eval.coverage import make_config
 from struprune_plugin.layerwise.capture import record
-from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.layerwise.expert_streams import Repair, visit_experts
+from struprune_plugin.layerwise.dense_reference import TARGETS, Repair
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import run_experts_fast, take_apart
@@ -17,6 +16,7 @@ from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.unit_kind import select_groups
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.units.expert_streams import visit_experts
 
 
 @pytest.fixture

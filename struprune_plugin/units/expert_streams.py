@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,30 +10,8 @@ from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import Seen, Visit
+from struprune_plugin.layerwise.dense_reference import Repair
 from struprune_plugin.model.unit_kind import UnitGroup
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Error that the experts of a layer have to repair.
-
-    :param error: error to be added to their sum, shape [tokens, d], float32
-    :param factors: factors on the tokens' errors, shape [tokens], float32
-    """
-
-    error: Tensor
-    factors: Tensor
-
-    @classmethod
-    def of(cls, wanted: Tensor, now: Tensor) -> Repair:
-        """Return the difference between two streams; a token's factor is the inverse RMS of its stream, which norms divide by.
-
-        The first token of a text may hold nine tenths of the energy.
-
-        :param wanted: stream of the dense model, shape [tokens, d], float32
-        :param now: present stream, shape [tokens, d], float32
-        """
-        return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
 
 
 def visit_experts(

@@ -11,6 +11,7 @@ from typing import Any
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
 
 WORDS_SHARE = 0.3  # of the counts, that the word list has
+RANKS_SHARE = 0.05  # beside the text's tokens, that low ids have
 _PIECE, _HELD_OUT, _MOST = 2000, 10, 20_000_000  # characters; every tenth piece is held out; most that are read
 _FORMS = (  # of a word, of how many words, and its share
     (" {}", str, 150_000, 0.7),
@@ -82,6 +83,17 @@ def count_words(tokenizer: TokenizerJson, words: dict[str, float], total: float)
                 counts[number] += words[word] * share
     scale = WORDS_SHARE / (1 - WORDS_SHARE) * total / max(sum(counts.values()), 1e-30)
     return {number: scale * count for number, count in counts.items()}
+
+
+def count_ranks(known: Iterable[int], total: float) -> dict[int, float]:
+    """Return counts that fall with the id, 5 % of ``total`` tokens of text.
+
+    Tokenizers give low ids to what is frequent in their own training text, so that white space and code, which the text may
+    lack, do not go before rare words that it holds.
+    """
+    weights = {number: 1 / (number + 1000) for number in known}
+    scale = RANKS_SHARE * total / max(sum(weights.values()), 1e-30)
+    return {number: scale * weight for number, weight in weights.items()}
 
 
 def list_template_texts(template: Any) -> list[str]:

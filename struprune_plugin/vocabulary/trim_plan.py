@@ -20,7 +20,13 @@ from struprune_plugin.storage.files import shorten_error
 from struprune_plugin.storage.output_folder import CARRIED
 from struprune_plugin.storage.vocabulary_record import CurvePoint
 from struprune_plugin.vocabulary.order import find_script, grow_counts, order_tokens
-from struprune_plugin.vocabulary.ranking_text import count_words, list_template_texts, read_words, split_texts
+from struprune_plugin.vocabulary.ranking_text import (
+    count_ranks,
+    count_words,
+    list_template_texts,
+    read_words,
+    split_texts,
+)
 from struprune_plugin.vocabulary.tensor_rows import Stored, find_row_tensors, match_rows, read_headers
 from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read_settings
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson, read_tokenizer_json
@@ -182,12 +188,13 @@ def plan_trim(source: Source, ranking: Ranking) -> TrimPlan:
     held = tokenizer.count(held_out)
     if not counts or not held:
         raise ValueError(f"text: {os.fspath(ranking.text)!r} must hold tokens of the model, got none. Give more text.")
-    counts.update(count_words(tokenizer, words, sum(counts.values())))
     parts = {number: found for number, found in tokenizer.find_parts().items() if number < num_rows}
     parts |= dict.fromkeys(source.dropped)
-    scripts = {number: find_script(tokenizer.show(number)) for number in parts}
+    scripts, total = {number: find_script(tokenizer.show(number)) for number in parts}, counts.total()
+    counts.update(count_words(tokenizer, words, total))
     used = {scripts[number] for number in counts if number in scripts}
     known = {number for number in parts if scripts[number] in used}
+    counts.update(count_ranks(known, total))
     order = order_tokens(parts, counts, source.fixed, known)
     growth = [more / held.total() for more in grow_counts(order, parts, held)]
     whole = TrimPlan(source, order, growth, 0, 0, held_out)

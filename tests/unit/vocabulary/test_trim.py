@@ -17,6 +17,7 @@ from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, read_t
 from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, read_record
 from struprune_plugin.vocabulary.order import grow_counts, order_tokens
+from struprune_plugin.vocabulary.ranking_text import count_ranks
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
 from struprune_plugin.vocabulary.trim import draw_curve
 
@@ -175,6 +176,12 @@ def test_every_size_is_closed_and_growth_is_a_bound(form):
     smaller = Tokenizer.from_str(tokenizer.make_smaller({old: new for new, old in enumerate(kept)}))
     taken = sum(len(smaller.encode(text, add_special_tokens=False).ids) for text in texts)
     assert counts.total() <= taken <= counts.total() + growth[len(order) // 2 - 1]
+
+
+def test_low_ids_have_a_twentieth_of_the_texts_count():
+    counts = count_ranks([5, 7, 4000], 1000)
+    assert sum(counts.values()) == pytest.approx(50)
+    assert counts[5] > counts[7] > counts[4000] > 0
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

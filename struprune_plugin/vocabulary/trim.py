@@ -18,7 +18,7 @@ from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import check_room, write_whole
-from struprune_plugin.storage.manifest import carry_manifest, read_manifest, write_manifest
+from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
 from struprune_plugin.vocabulary.order import find_script
@@ -106,11 +106,16 @@ def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
     _check_tokenizer(plan, folder, new_ids)
     copy_tensors(source.folder, folder, source.stored, source.rows, kept)
     record = describe_trim(plan)
+    carry_manifest(source.folder, folder)
+    if (folder / MANIFEST_NAME).is_file():
+        manifest = read_manifest(folder)
+        left = manifest.model.parameters_after - record.parameters_before + record.parameters_after
+        named = replace(manifest.model, parameters_after=left)
+        write_manifest(manifest.model_copy(update={"model": named}), folder)
     earlier = read_record(source.folder)
     if earlier is not None:
         record = record.model_copy(update={"base": earlier.base, "kept": [earlier.kept[old] for old in kept]})
     write_record(record, folder)
-    carry_manifest(source.folder, folder)
     write_card(folder)
     return record
 

@@ -99,6 +99,7 @@ def test_a_pruned_folder_follows_and_leads(trimmed, tmp_path):
         assert set(again.kept) < set(record.kept)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert len(model.get_input_embeddings().weight) == again.rows_after
+        assert read_manifest(tmp_path / "again").model.parameters_after == model.num_parameters()
 
 
 # -- other checkpoints ----------------------------------------------------------------------------------------------

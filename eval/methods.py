@@ -98,6 +98,9 @@ SETS: dict[str, dict[str, Row]] = {
         "FFN and heads by obs: ADMM method 2": Row(spell(weight_update=_ADMM)),
         "FFN and heads by obs: ADMM method 1": Row(spell(weight_update=_METHOD_1)),
     },
+    "families": {  # what the default must be ahead of on every family of models
+        **{"FASP's recipe": Row(FASP_RECIPE), "uniform allocation": PARTS["uniform allocation"], OURS: DEFAULT},
+    },
     "recovery": {
         **{"FASP's recipe": Row(FASP_RECIPE), "FASP's recipe + LoRA": Row(FASP_RECIPE, _RECOVERY)},
         **{"default": DEFAULT, "default + LoRA": Row({}, _RECOVERY)},

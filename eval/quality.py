@@ -3,10 +3,11 @@
     python -m eval.quality --model MODEL --data DATA --rows peers --sparsity 0.1,0.2,0.3,0.5 --output results/quality
 
 DATA has mixed_calibration.jsonl and the texts to score; how-to's are the zero-shot items with their right answers, where these
-are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: peers, parts (the default without
-one), efforts, paper (both of the paper's perplexity tables), printed (its algorithms as printed and as corrected), admm (against
-the least squares alone), recovery (LoRA), experts (of a mixture; the sparsity is then that of the experts). Finished rows are read
-back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
+are at hand. ``--rows`` names a set of :data:`eval.methods.SETS`: peers, parts (the default without one), efforts, families (what
+the default must be ahead of on every kind of model), paper (both of the paper's perplexity tables), printed (its algorithms as
+printed and as corrected), admm (against the least squares alone), recovery (LoRA), experts (of a mixture; the sparsity is then
+that of the experts). MODEL may be several, comma-separated, each with a folder of its own in the output; as many sparsities as
+models are then taken in pairs. Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
 """
 
 from __future__ import annotations
@@ -73,6 +74,19 @@ def format_quality(rows: Mapping[str, Mapping[str, Any]]) -> str:
         line += [f"{value:.4f}" for value in row.get("divergence", {}).values()]
         table.append([*line, *(cell for task in tasks for cell in format_scores(row["zeroshot"][task]))])
     return "\n\n".join([str(Table(header, table)), *list_refusals(rows)])
+
+
+def describe_lead(rows: Mapping[str, Mapping[str, Any]], title: str) -> list[str]:
+    """Return one sentence per sparsity and other row: on how many texts the default's perplexity is lower."""
+    told, texts = [], list(rows["dense"]["perplexity"])
+    for key, row in rows.items():
+        sparsity, _, name = key.partition(" | ")
+        ours = rows.get(f"{sparsity} | {OURS}", {})
+        if name in ("", OURS) or "perplexity" not in ours or "perplexity" not in row:
+            continue
+        ahead = [text for text in texts if ours["perplexity"][text] < row["perplexity"][text]]
+        told.append(f"{title}, {sparsity}: {OURS} is ahead of {name} on {len(ahead)} of {len(texts)} texts.")
+    return told
 
 
 def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> str:
@@ -142,15 +156,20 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
 
-    work, chosen = read_workload(args), SETS[args.rows]
+    chosen, sparsities, models = SETS[args.rows], args.sparsity.split(","), (args.model or "").split(",")
     if args.only:
         chosen = {name: chosen[name] for name in read_names(parser, "--only", args.only, chosen)}
-    with count_own_seconds():
-        rows = run_rows(Ledger(args.output / "rows.json"), work, chosen, map(float, args.sparsity.split(",")))
-    text, title = format_quality(rows), Path(args.model).name
-    (args.output / f"{args.rows}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
-    plot_quality(rows, title, args.output / f"{args.rows}.svg")
-    print(text)
+    by_model = len(models) > 1 and len(sparsities) == len(models)
+    for place, model in enumerate(models):
+        args.model, title = model or None, Path(model).name
+        output = args.output / title if len(models) > 1 else args.output
+        asked = sparsities[place : place + 1] if by_model else sparsities
+        with count_own_seconds():
+            rows = run_rows(Ledger(output / "rows.json"), read_workload(args), chosen, map(float, asked))
+        text = "\n\n".join([format_quality(rows), *describe_lead(rows, title)])
+        (output / f"{args.rows}.md").write_text(f"# {title}\n\n```\n{text}\n```\n", encoding="utf-8")
+        plot_quality(rows, title, output / f"{args.rows}.svg")
+        print(text)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,12 @@ from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import pack_experts, take_apart
-from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.groups import find_groups, list_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
-from struprune_plugin.model.surgery import mask_group, read_consumer, read_weight, set_weight
+from struprune_plugin.model.surgery import blank_group, mask_group, read_consumer, read_weight, set_weight
+from struprune_plugin.model.unit_kind import list_kinds
 from struprune_plugin.reporting.tables import Table
 from struprune_plugin.storage.manifest import Manifest
 
@@ -92,6 +93,7 @@ OPEN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"] * (LAYERS // 4)},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * (LAYERS // 4)},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * (LAYERS // 4)},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
@@ -255,16 +257,51 @@ def reload_stock(case: Case) -> str:
     return check_close(case.run(stock), case.run(pruned), "the stock class differs")
 
 
-def generate(case: Case) -> str:
-    def agree(model: Any) -> bool:
-        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        cached, plain = (model.generate(case.tokens, use_cache=use, **options) for use in (True, False))
-        return torch.equal(cached, plain)
+def agree_with_cache(case: Case, model: Any) -> bool:
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cached, plain = (model.generate(case.tokens, use_cache=use, **options) for use in (True, False))
+    return torch.equal(cached, plain)
 
-    if agree(case.load(case.work / "all")):
+
+def generate(case: Case) -> str:
+    if agree_with_cache(case, case.load(case.work / "all")):
         return "same"
-    check(not agree(case.tiny), "other tokens with a cache than without, unlike the dense model")
+    check(not agree_with_cache(case, case.tiny), "other tokens with a cache than without, unlike the dense model")
     return "differs, as the dense model's"
+
+
+def prune_named(case: Case) -> str:
+    """Remove units of the kinds that a recipe has to name, and no others; check as above."""
+    found = {unit.kind for layer in find_structure(case.tiny).kinds for unit in layer.units if unit.by_name}
+    if not found:
+        return "none"
+    kinds = [kind for kind in list_kinds() if kind.kind in found]
+    pruned = case.prune(case.dense, "named", units=kinds, allocation="uniform")
+    loaded, masked = case.load(case.work / "named"), case.load(case.dense)
+    check_close(case.run(loaded), case.run(pruned), "the loaded model differs")
+    keep = {record.name: torch.tensor(record.keep) for record in read_manifest(case.work / "named").groups}
+    pairs = [list_groups(model, kinds) for model in (masked, pruned)]
+    for group, smaller in zip(*pairs, strict=True):
+        layer, source = (model.get_submodule(group.layer_name) for model in (masked, pruned))
+        blank_group(layer, group, keep[group.name])
+        mask_group(layer, group, keep[group.name], read_consumer(source, smaller))
+    check_close(case.run(pruned), case.run(masked), "differs from the masked dense model")
+    check(agree_with_cache(case, loaded) or not agree_with_cache(case, case.tiny), "other tokens with a cache")
+    return f"{', '.join(sorted(found))} {describe_size(case, pruned)}, state {describe_state(case, loaded)}"
+
+
+def describe_state(case: Case, pruned: Any) -> str:
+    """Return the bytes of recurrent and convolutional state in the cache, before and after."""
+
+    @torch.no_grad()
+    def count(model: Any) -> int:
+        cache = model(input_ids=case.tokens.to(model.device), use_cache=True).past_key_values
+        states = [vars(layer) for layer in getattr(cache, "layers", [])]
+        held = [value for own in states for name, value in own.items() if name.endswith("_states")]
+        parts = [part for one in held for part in (one.values() if isinstance(one, dict) else [one])]
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+    return f"{count(case.tiny):,} → {count(pruned):,}"
 
 
 def prune_again(case: Case) -> str:
@@ -282,6 +319,7 @@ STAGES: dict[str, Callable[[Case], str]] = {
     "reloaded": reload,
     "stock class": reload_stock,
     "cache": generate,
+    "named": prune_named,
     "again": prune_again,
 }
 NEEDS = {"masked": "all", "reloaded": "all", "cache": "reloaded", "again": "reloaded"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from struprune_plugin.export import modeling_struprune as modeling
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.layers import find_layouts
+from struprune_plugin.model.structure.layout import UnitLayout
 from struprune_plugin.model.structure.locate import (
     PADDING,
     find_stock,
     make_dense_config,
     read_counts,
+    read_numbers,
     read_padding,
 )
 from struprune_plugin.model.surgery import read_weight, set_weight
@@ -121,8 +123,10 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
     if any(hasattr(module, "nf") and isinstance(module, nn.Linear) for module in model.modules()):
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
-    pairs = zip(*(each.get_submodule(layers).children() for each in (model, dense)), strict=True)
-    linears, counts, parameters = zip(*(_describe_layer(*pair) for pair in pairs), strict=True)
+    pairs = (each.get_submodule(layers).children() for each in (model, dense))
+    units = [own.units for _, own in find_layouts(model)]
+    found = (_describe_layer(*each) for each in zip(*pairs, units, strict=True))
+    linears, counts, parameters = zip(*found, strict=True)
     layout["linears"] = [*linears]
     if any(counts):
         layout["counts"] = [*counts]
@@ -135,10 +139,11 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
 
 
 def _describe_layer(
-    layer: nn.Module, dense: nn.Module
-) -> tuple[dict[str, modeling.LinearLayout], dict[str, int], dict[str, list[int]]]:
-    """Return a layer's linears, numbers of heads, and shapes of packed experts that differ from the dense layer's."""
-    linears, counts, known = dict[str, Any](), dict[str, int](), dict[str, Any](dense.named_modules())
+    layer: nn.Module, dense: nn.Module, units: Sequence[UnitLayout]
+) -> tuple[dict[str, modeling.LinearLayout], dict[str, int | float], dict[str, list[int]]]:
+    """Return a layer's linears, numbers that modules store, and shapes of other tensors that differ from the dense layer's."""
+    linears, counts, known = dict[str, Any](), dict[str, int | float](), dict[str, Any](dense.named_modules())
+    resized = {name for unit in units for name in unit.list_resized()}
     for name, module in layer.named_modules():
         old = known.get(name)
         if old is None:  # an expert split by llm-compressor
@@ -147,13 +152,14 @@ def _describe_layer(
             said = {"shape": [module.out_features, module.in_features], **copy.deepcopy(read_padding(layer, name))}
             if said != {"shape": [old.out_features, old.in_features]}:
                 linears[name] = said
-        for key, count in read_counts(module).items():
+        for key, count in (read_numbers if name in resized else read_counts)(module).items():
             if getattr(old, key, count) != count:
                 counts[f"{name}.{key}"] = count
     wanted, shapes = list_shapes(dense), list_shapes(layer)
     experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
-    of_experts = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in experts}
-    return linears, counts, {n: [*shape] for n, shape in of_experts.items() if wanted.get(n, shape) != shape}
+    beside = {name for unit in units for name in unit.tensors}
+    others = {name: shape for name, shape in shapes.items() if name in beside or name.rpartition(".")[0] in experts}
+    return linears, counts, {n: [*shape] for n, shape in others.items() if wanted.get(n, shape) != shape}
 
 
 def list_shapes(model: nn.Module) -> Shapes:

@@ -60,8 +60,8 @@ class Layout(TypedDict, total=False):
     :ivar version: :data:`VERSION`
     :ivar layers: name of the list of decoder layers
     :ivar linears: linears that differ from the dense model's, by name
-    :ivar counts: numbers of heads that modules store and that differ, by module and attribute
-    :ivar parameters: shapes of tensors outside linears that differ, the packed experts, by name
+    :ivar counts: numbers that modules store and that differ, such as those of heads, by module and attribute
+    :ivar parameters: shapes of tensors outside linears that differ, such as packed experts, by name
     :ivar conv1d: whether the class' transposed linears (GPT-2) are ordinary ones
     :ivar dense: the dense model's values of keys of the text configuration, which itself states the pruned model's
     :ivar states_sizes: whether the configuration's ``per_layer_config`` repeats sizes of this layout, for other readers
@@ -70,7 +70,7 @@ class Layout(TypedDict, total=False):
     version: int
     layers: str
     linears: list[dict[str, LinearLayout]]
-    counts: list[dict[str, int]]
+    counts: list[dict[str, float]]
     parameters: list[dict[str, list[int]]]
     conv1d: bool
     dense: dict[str, int]

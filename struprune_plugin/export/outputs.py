@@ -75,6 +75,12 @@ class UniformOutput(PerLayerOutput):
         mixers = [group for group in groups if group.unit.is_mixer]
         heads = max((group.num_units for group in mixers), default=0)
         start = "`output: uniform`"
+        named = {group.kind for group in groups if group.tensors}
+        yield (
+            bool(named),
+            f"{start} needs sizes that the stock configuration states, got units: {', '.join(named)}. Remove them, or set "
+            "`output: per_layer`.",
+        )
         yield (
             rule.measures,
             f"{start} gives all layers one size, got `allocation: {rule.rule}`. Set `allocation: uniform`.",
@@ -137,6 +143,7 @@ class GGUF(UniformPadded):
 
     def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
         config = make_dense_config(model.config)
+        _grow_resized(model)
         grow_padded(model)
         check_room([("output_dir", output, count_weight_bytes(model))])
         write_gguf(model, config, source, output / FILE_NAME)
@@ -186,12 +193,13 @@ def _pad_layers(model: PreTrainedModel) -> None:
     replace_conv1d(dense)
     release_padding(model)
     grow_padded(model)
+    _grow_resized(model)
     now, before = stock_config.list_sizes(model), stock_config.list_sizes(dense)
     if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
         most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))
         heads = next(count for count in range(most, every + 1) if stock_config.can_hold_heads(model, count))
         changes = stock_config.change_heads(model, heads)
-        groups = list_groups(model, [kind for kind in list_kinds() if kind.is_mixer and not kind.splits_blocks])
+        groups = list_groups(model, stock_config.list_head_kinds())
         _pad(model, groups, [heads] * len(groups))
     whole = [group.num_units for group in _list_ffns(dense)]
     if whole:
@@ -208,6 +216,14 @@ def _pad_layers(model: PreTrainedModel) -> None:
         _pad(model, _list_ffns(model), whole)
         config = stock_config.find_stock_config(model, changes)
     adopt_stock(model, config)
+
+
+def _grow_resized(model: PreTrainedModel) -> None:
+    """Restore the dense sizes of modules that shrink by tensors of their own, with zeros; the function does not change."""
+    known = {unit.kind for layer in find_structure(model).kinds for unit in layer.units if unit.by_name}
+    for kind in [kind for kind in list_kinds() if kind.kind in known]:
+        whole = list_groups(stock_config.build_stock(model, {})[0], [kind])
+        _pad(model, list_groups(model, [kind]), [group.num_units for group in whole])
 
 
 def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:

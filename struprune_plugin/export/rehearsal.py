@@ -26,7 +26,7 @@ from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once
-from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
+from struprune_plugin.model.surgery import blank_group, mask_group, read_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
@@ -85,7 +85,10 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
         columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         for model, remove in ((masked, mask_group), (tiny, slice_group)):
             layer = model.get_submodule(group.layer_name)
-            remove(layer, group, keep, read_consumer(layer, group)[:, columns])
+            if group.is_coupled and model is masked:
+                blank_group(layer, group, keep)
+            else:
+                remove(layer, group, keep, read_consumer(layer, group)[:, columns])
     run = TinyRun(masked, tokens)
     wanted = TinyRun(tiny, tokens)()
     _check_equal(run, wanted, run(), "with units removed as with zeros in their place")

@@ -22,7 +22,7 @@ from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
-from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
 
@@ -115,11 +115,16 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
         sizes = [size for size in list_sizes(built) if size.num_heads]
     except ValueError:
         return False
-    groups = list_groups(model, [kind for kind in list_kinds() if kind.is_mixer and not kind.splits_blocks])
+    groups = list_groups(model, list_head_kinds())
     own = {f"{group.layer_name}.{name}" for group in groups for name in (*group.producers, group.consumer)}
     shapes, wanted = list_shapes(built), tuple(changes.values())
     changed = {name.rpartition(".")[0] for name, shape in list_shapes(dense).items() if shapes[name] != shape}
     return changed <= own and all((s.num_heads, s.num_key_value_heads, s.head_dim) == wanted for s in sizes)
+
+
+def list_head_kinds() -> list[UnitKind]:
+    """Return the kinds of mixers' units that go as a whole and whose number a configuration may state."""
+    return [kind for kind in list_kinds() if kind.is_mixer and not kind.splits_blocks and kind.short_form]
 
 
 def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedConfig]:

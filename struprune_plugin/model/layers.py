@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -45,16 +45,19 @@ def read_hidden_size(model: PreTrainedModel) -> int:
     return int(getattr(config, "hidden_size", 0) or model.get_input_embeddings().weight.shape[-1])
 
 
-def count_prunable_parameters(model: nn.Module, mixtures: bool = False) -> int:
+def count_prunable_parameters(model: nn.Module, mixtures: bool = False, named: Collection[str] = ()) -> int:
     """Return the number of parameters of all linears of the modules that hold units, with or without mixtures: the base of
-    ``sparsity``. Biases count, parameters that a quantiser later in the recipe has added do not."""
+    ``sparsity``. Biases count, parameters that a quantiser later in the recipe has added do not.
+
+    :param named: kinds of units that the recipe names, some of which count only then
+    """
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
-        modules += [layer.get_submodule(name) for name in layout.list_linears()]
+        modules += [layer.get_submodule(name) for name in layout.list_linears(named)]
         modules += [own for unit in layout.units if mixtures and unit.of_mixture for own in unit.list_modules(layer)]
     with disable_onloading():
-        named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
-    return sum(parameter.numel() for name, parameter in named if name not in QUANTISER_PARAMETERS)
+        found = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    return sum(parameter.numel() for name, parameter in found if name not in QUANTISER_PARAMETERS)
 
 
 def list_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

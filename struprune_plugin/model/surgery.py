@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.rotation import rotate_columns
 from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
 from struprune_plugin.model.layers import find_linear
-from struprune_plugin.model.structure.locate import read_counts, read_padding
+from struprune_plugin.model.structure.locate import read_counts, read_numbers, read_padding
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.residence import release_weights
 
@@ -42,6 +42,9 @@ def slice_group(
         _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
+    for name in group.tensors:
+        owner, old = _find_tensor(layer, name)
+        _set_tensor(owner, name, old[group.find_kept_rows(name, keep).to(old.device)])
     set_consumer(layer, group, weight)
     group.unit.resize_module(layer, group, len(keep))
 
@@ -57,6 +60,10 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         kept, old = group.find_kept_rows(name, keep), append_bias(*read_weight(producer))
         grown = old.new_zeros(len(group.find_row_owners(name)), old.shape[1])
         set_weight(producer, grown.index_copy(0, kept, old))
+    for name in group.tensors:
+        owner, old = _find_tensor(layer, name)
+        grown = old.new_zeros(len(group.find_row_owners(name)), *old.shape[1:])
+        _set_tensor(owner, name, grown.index_copy(0, group.find_kept_rows(name, keep), old))
     mask_group(layer, group, keep, read_consumer(layer, group))
     group.unit.resize_module(layer, group.resize(len(keep)), group.num_units)
 
@@ -84,6 +91,34 @@ def rotate_producer(
     values = (group.find_row_owners(name) >= 0).nonzero().flatten().to(rows.device)
     rows[values] = (basis @ rows[values].view(*basis.shape[:2], -1)).flatten(0, 1)
     return rows
+
+
+def blank_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
+    """Set all rows that belong to units that go to zero, of linears and tensors, and their columns; the shapes stay."""
+    for name in group.producers:
+        old, kept = append_bias(*read_weight(find_linear(layer, name))), group.find_kept_rows(name, keep)
+        set_weight(find_linear(layer, name), torch.zeros_like(old).index_copy(0, kept, old[kept]))
+    for name in group.tensors:
+        (owner, tensor), kept = _find_tensor(layer, name), group.find_kept_rows(name, keep)
+        _set_tensor(owner, name, torch.zeros_like(tensor).index_copy(0, kept, tensor[kept]))
+    columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+    mask_group(layer, group, keep, read_consumer(layer, group)[:, columns])
+
+
+def _find_tensor(layer: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
+    """Return the module that holds a parameter, and the parameter, onloaded where it is offloaded, detached."""
+    owner, _, own = name.rpartition(".")
+    module = layer.get_submodule(owner)
+    return module, getattr(module, own).detach()
+
+
+def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
+    own = name.rpartition(".")[2]
+    with disable_onloading():
+        old = getattr(owner, own)
+    device = None if isinstance(owner._parameters, OffloadCache) else old.device
+    new = value.detach().to(old.dtype).to(device).contiguous()
+    owner._parameters[own] = nn.Parameter(new, old.requires_grad)
 
 
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
@@ -141,11 +176,13 @@ def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> N
 @dataclass(frozen=True)
 class LayerCopy:
     """Host copy of what pruning changes in a decoder layer: (weight, bias) of linears, what modules count by
-    themselves, and the padding of linears, see :func:`~struprune_plugin.model.structure.locate.read_padding`, each by name."""
+    themselves, the padding of linears, see :func:`~struprune_plugin.model.structure.locate.read_padding`, and other tensors, each
+    by name."""
 
     linears: dict[str, tuple[Tensor, Tensor | None]]
-    counts: dict[str, dict[str, int]]
+    counts: dict[str, dict[str, int | float]]
     padding: dict[str, dict[str, Any]]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
@@ -155,9 +192,12 @@ def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
         return tensor.detach().to("cpu", copy=True)
 
     names = dict.fromkeys(name for g in groups for name in (*g.producers, *g.extra_linears, g.consumer))
-    counts = {g.module: read_counts(layer.get_submodule(g.module)) for g in groups if g.module}
+    counts: dict[str, Any] = {g.module: read_counts(layer.get_submodule(g.module)) for g in groups if g.module}
+    tensors = {name: hold(_find_tensor(layer, name)[1]) for g in groups for name in g.tensors}
+    for name in {name.rpartition(".")[0] for g in groups if g.tensors for name in (*g.tensors, g.consumer)}:
+        counts[name] = read_numbers(layer.get_submodule(name))
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
-    return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names})
+    return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names}, tensors)
 
 
 def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
@@ -165,6 +205,8 @@ def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
         read_padding(layer, name).update(deepcopy(copy.padding[name]))
+    for name, tensor in copy.tensors.items():
+        _set_tensor(_find_tensor(layer, name)[0], name, tensor)
     for module, counts in copy.counts.items():
         for name, count in counts.items():
             setattr(layer.get_submodule(module), name, count)

@@ -189,6 +189,8 @@ class UnitGroup:
     :param mixture: list of modules that holds the group's, each with tokens and weights of its own; empty where it stands alone
     :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
     :param extra_linears: other linears of the module that a method may change; empty where none knows how
+    :param tensors: parameters beside the linears with rows that belong to units, as ``producers``
+    :param is_coupled: whether a norm over all units lies before the consumer, so that its inputs change as units go
     """
 
     unit: UnitKind
@@ -208,6 +210,8 @@ class UnitGroup:
     mixture: str = ""
     tie: str = ""
     extra_linears: tuple[str, ...] = ()
+    tensors: Producers = field(default_factory=dict)
+    is_coupled: bool = False
 
     @property
     def name(self) -> str:
@@ -238,14 +242,14 @@ class UnitGroup:
         return int(self.consumer.removeprefix(f"{self.mixture}.").partition(".")[0])
 
     def find_row_owners(self, producer: str) -> Tensor:
-        """Return the unit that every row of a producing linear belongs to, -1 for rows that are never removed, shape [rows]."""
+        """Return the unit that every row of a producer or tensor belongs to, -1 for rows that are never removed, shape [rows]."""
         blocks = self.num_blocks if self.unit.splits_blocks else self.num_units
         units = torch.arange(self.num_units).view(blocks, self.num_units // blocks if blocks else 1)
         owners = [
             units.repeat(1, self.part_rows[part] // units.shape[1])
             if part in self.unit.parts
-            else units.new_full((blocks, self.part_rows[part]), -1)
-            for part in self.producers[producer]
+            else units.new_full((blocks if self.unit.splits_blocks else 1, self.part_rows[part]), -1)
+            for part in (self.producers.get(producer) or self.tensors[producer])
         ]
         runs = blocks * self.runs.get(producer, 0)
         if not runs:

@@ -154,7 +154,8 @@ def find_budget(
     """
     sizes = measure_groups([group for group in groups if mixture is None or not group.mixture], roundings)
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
-    num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures)
+    named = [kind.kind for kind in modifier.list_units()]
+    num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures, named)
     weighed = "none" if modifier.sensitivity is None else "fisher"
     if asked is not None and asked.bytes is not None:
         dense, size = count_weight_bytes(model), model.dtype.itemsize

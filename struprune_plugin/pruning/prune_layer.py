@@ -25,12 +25,14 @@ from struprune_plugin.model import surgery
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
-from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_weights
+from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_sliced, solve_weights
 from struprune_plugin.pruning.selection import list_stacks, select_units
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_before
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 from struprune_plugin.storage.resume_store import ResumeStore
+
+_SOLVED = "error_after", "damping", "condition_number"  # of a record, by the closing solve
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,11 @@ class Pruner:
         layer, group, keep, weight = stack.layer, stack.groups[index], solution.keep[index], solution.weight[index]
         if not self.config.weight_update.can_refine(group):
             surgery.slice_group(layer, group, keep, weight, solution.producers)
-            return record
+            if not (group.is_coupled and self.config.weight_update.solves and len(keep) < group.num_units):
+                return record
+            closing = solve_sliced(stack.take([index]), len(keep), self.config)
+            return replace(record, **{name: getattr(closing, name) for name in _SOLVED})
         if solution.basis is not None:
             surgery.rotate_group(layer, group, solution.basis[index])
         objective, closing = refine_group(stack.take([index]), keep, weight, self.config)
-        solved = {name: getattr(closing, name) for name in ("error_after", "damping", "condition_number")}
-        return replace(record, admm=objective, **solved)
+        return replace(record, admm=objective, **{name: getattr(closing, name) for name in _SOLVED})

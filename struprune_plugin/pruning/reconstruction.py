@@ -61,14 +61,22 @@ def refine_group(module: Stack, keep: Tensor, weight: Tensor, config: PruningCon
     """
     refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
     slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
-    sliced = replace(module, groups=[module.group.resize(len(keep))])
+    return refined.objective, solve_sliced(module, len(keep), config)
+
+
+def solve_sliced(module: Stack, num_keep: int, config: PruningConfig) -> SolveRecord:
+    """Re-solve the consumer of a single group that has lost units already on what it reads now; damped towards its weights.
+
+    :param module: the group before it lost units
+    """
+    sliced = replace(module, groups=[module.group.resize(num_keep)])
     gathered = sliced.collect_moments(f"{module.group.name} closing")
     with module.context.solving():
-        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)  # damped towards the refined weights
-        everything = torch.arange(len(keep), device=problem.weight.device)
+        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)
+        everything = torch.arange(num_keep, device=problem.weight.device)
         (closing,), (record,) = solve_weights(problem, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
-    return refined.objective, record
+    return record
 
 
 def describe_group(group: UnitGroup, keep: Tensor, solve: SolveRecord) -> GroupRecord:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -40,14 +40,18 @@ class UnitLayout:
     :param kind: name of the kind of units that read it
     :param producers: linears whose rows belong to units
     :param output: the linear that reads the units
+    :param tensors: other parameters with entries that belong to units along their first dimension, as ``producers``
     :cvar of_mixture: whether these are units of a mixture's modules, which are linears once llm-compressor has split them
+    :cvar by_name: whether the module's linears count as prunable only where a recipe names the kind
     """
 
     of_mixture: ClassVar[bool] = False
+    by_name: ClassVar[bool] = False
     kind: str
     producers: Producers
     output: str
     join: Join = Join()
+    tensors: Producers = field(default_factory=dict)
 
     @property
     def formula(self) -> str:
@@ -57,6 +61,11 @@ class UnitLayout:
     def list_linears(self) -> list[str]:
         """Return the names of the module's linears, including those that lose nothing."""
         return [*self.producers, self.output]
+
+    def list_resized(self) -> list[str]:
+        """Return the names of the modules whose own numbers change with that of units beside the linears'."""
+        names = (name for name in (*self.tensors, self.output) if self.tensors)
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def list_modules(self, layer: nn.Module) -> list[nn.Module]:
         """Return the modules of a layer whose own parameters count as prunable."""
@@ -78,9 +87,13 @@ class LayerLayout:
         """Return the modules of one form."""
         return [unit for unit in self.units if isinstance(unit, form)]
 
-    def list_linears(self) -> list[str]:
-        """Return the names of all linears of modules that hold units, but mixtures; digests of weights depend on the order."""
-        return list(dict.fromkeys(name for unit in self.units if not unit.of_mixture for name in unit.list_linears()))
+    def list_linears(self, named: Collection[str] = ()) -> list[str]:
+        """Return the names of all linears of modules that hold units, but mixtures; digests of weights depend on the order.
+
+        :param named: kinds of units that a recipe names
+        """
+        units = [unit for unit in self.units if not unit.of_mixture and (unit.kind in named or not unit.by_name)]
+        return list(dict.fromkeys(name for unit in units for name in unit.list_linears()))
 
 
 @dataclass(frozen=True)

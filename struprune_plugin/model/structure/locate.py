@@ -65,6 +65,11 @@ def read_counts(attention: nn.Module) -> dict[str, int]:
     return {name: getattr(attention, name) for name in HEAD_COUNTS if hasattr(attention, name)}
 
 
+def read_numbers(module: nn.Module) -> dict[str, int | float]:
+    """Return the numbers that a module stores in attributes, by name."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float) and name[0] != "_"}
+
+
 def scale_counts(attention: nn.Module, kept: int, present: int) -> None:
     """Scale the numbers of heads that a module stores to ``kept`` of ``present`` ones."""
     for name, count in read_counts(attention).items():

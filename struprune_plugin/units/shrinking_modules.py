@@ -1,0 +1,126 @@
+"""Modules that shrink by their tensors and by what they count, and the proof that they do so exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from struprune_plugin.linalg.elimination import unit_columns
+from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.model.structure.couplings import Measured
+from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
+from struprune_plugin.model.structure.tiny import TinyRun
+from struprune_plugin.model.surgery import blank_group, read_consumer, slice_group
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
+
+_PADDING = 5  # tokens to the left of the first sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingLayout(UnitLayout):
+    """Units of a module whose own code runs at any number of them; names are relative to the decoder layer."""
+
+    by_name: ClassVar[bool] = True
+
+
+class ShrinkingUnits(UnitKind):
+    """Base of units whose modules shrink by tensors of their own and by what they count."""
+
+    order: ClassVar[int] = 0
+
+    def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
+        """Return the units of one module of a layer."""
+        raise NotImplementedError
+
+    def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
+        return prove_removal(measured, run, partial(self.describe_group, unit)), unit
+
+    def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
+        for unit in layout.units:
+            if unit.kind == self.kind:
+                yield self.describe_group(unit, layer)
+
+    def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
+        found = {unit.kind: unit for _, layout in layers for unit in layout.units}
+        if self.kind not in found:
+            told = dict.fromkeys(reason for _, layout in layers for reason in layout.unprunable.values())
+            raise ValueError(
+                f"units: must name kinds that {model_type!r} has, got {self.kind!r}; it has {', '.join(found)}"
+                f"{''.join(f'; {reason}' for reason in told)}. Remove {self.kind!r}."
+            )
+
+
+@torch.no_grad()
+def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], UnitGroup]) -> str:
+    """Return why a third of a module's units cannot be removed; empty where a model without them equals one with zeros instead.
+
+    Compared are a prompt as a whole, in two pieces, token by token, and padded on the left, the last three with a cache, as far as
+    the dense class runs so.
+
+    :param describe: returns the group of units in one of the measured layers
+    """
+    masked, sliced = deepcopy(run.model), deepcopy(run.model)
+    names = {id(module): name for name, module in run.model.named_modules()}
+    for layer in measured.layers:
+        group = describe(layer)
+        if group.num_units < 2:
+            return "it has one unit"
+        keep = pick_two_thirds(group)
+        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+        weight = read_consumer(layer, group)[:, columns]
+        blank_group(masked.get_submodule(names[id(layer)]), group, keep)
+        slice_group(sliced.get_submodule(names[id(layer)]), group, keep, weight)
+    for form in _list_forms():
+        try:
+            wanted = form(masked, run.tokens)
+        except Exception:  # stock code that does not run in this form
+            continue
+        try:
+            found = form(sliced, run.tokens)
+        except Exception as error:  # any error of a module that relies on its width
+            return f"the module does not run at another width ({type(error).__name__})"
+        if replace(run, model=masked, forward=form).describe_difference(found, wanted):
+            return "removing its rows changes more than zeros in their place do"
+    return ""
+
+
+def pick_two_thirds(group: UnitGroup) -> Tensor:
+    """Return two thirds of a group's units, sorted, shape [kept], int64: the same number per block."""
+    per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
+    return units[(units % per_block % 3 != 1) | (per_block == 1)]
+
+
+def _list_forms() -> Iterator[Callable[[Any, Tensor], Tensor]]:
+    """Yield functions that return a model's logits of tokens, each by another way through its code."""
+    yield lambda model, tokens: model(input_ids=tokens, use_cache=False).logits
+    yield lambda model, tokens: _run_pieces(
+        model, tokens, [tokens.shape[1] // 2, tokens.shape[1] - tokens.shape[1] // 2]
+    )
+    yield lambda model, tokens: _run_pieces(model, tokens, [3] + [1] * (tokens.shape[1] - 3))
+    yield _run_padded
+
+
+def _run_pieces(model: Any, tokens: Tensor, sizes: list[int], mask: Tensor | None = None) -> Tensor:
+    cache, logits, seen = None, list[Tensor](), 0
+    for piece in tokens.split(sizes, 1):
+        seen += piece.shape[1]
+        told = {} if mask is None else {"attention_mask": mask[:, :seen]}
+        made = model(input_ids=piece, past_key_values=cache, use_cache=True, **told)
+        cache = made.past_key_values
+        logits.append(made.logits)
+    return torch.cat(logits, 1)
+
+
+def _run_padded(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits of two sequences, the first one padded on the left, without those of the padding."""
+    length, both = tokens.shape[1], tokens.repeat(2, 1)
+    both[1] = tokens[0].roll(7)
+    mask = torch.ones_like(both)
+    mask[0, :_PADDING] = 0
+    return _run_pieces(model, both, [length - 2, 1, 1], mask)[mask.bool()]

@@ -48,6 +48,7 @@ RECIPES: dict[
     "heads": ("struprune", {"attention_unit": "head", "reconstruct": "residual", "experts": {"widths": "per_layer"}}),
     "bytes": ("struprune", {"budget": 0.9, "sparsity": None, "importance": "wanda", "width_multiple": 4}),
     "whole experts": ("struprune", {"experts": "whole", "sparsity": 0.3}),
+    "channels of experts": ("struprune", {"experts": "channels"}),
     "uniform": ("struprune_uniform", {"sparsity": 0.25}),
     "softmax": ("struprune_softmax", {}),
     "opt": ("struprune_opt", {}),

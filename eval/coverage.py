@@ -158,8 +158,9 @@ class Case:
     def prune(self, source: Path, name: str, sparsity: float = SPARSITY, **fields: Any) -> Any:
         """Prune a folder into ``work/name``; return the model in memory. Where units hold too little, a few per cent go.
 
-        Only :attr:`pruned` takes the default's time.
+        Only :attr:`pruned` takes the default's time. Of mixtures channels go, whose layout is what differs between types.
         """
+        fields = {"experts": "channels", **fields}
         try:
             return self.prune_to(sparsity, source, name, **fields)
         except ValueError as error:

@@ -107,7 +107,7 @@ SETS: dict[str, dict[str, Row]] = {
     },
     "experts": {  # channels of the experts of a mixture, or whole experts, and nothing else
         "REAP": Row(peer="eval.peers.reap:prune_reap", of_experts=True),
-        "channels": Row(_ONLY, of_experts=True),
+        "channels": Row({**_ONLY, "experts": "channels"}, of_experts=True),
         "channels per layer": Row({**_ONLY, "experts": {"widths": "per_layer"}}, of_experts=True),
         "whole by REAP's score": Row({**_ONLY, "experts": "whole"}, of_experts=True),
     },

@@ -67,13 +67,14 @@ def save_family(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def prune_once(tmp_path_factory) -> Callable:
-    """A function that prunes a folder by the default, once, and returns (model in memory, its folder), to be read only."""
+    """A function that prunes a folder by the default, and experts by channels, once, and returns (model in memory, its folder), to
+    be read only."""
     from helpers.models import DEFAULT, run_oneshot
 
     @functools.cache
     def prune(folder: Path, unit: str, sparsity: float = 0.3):
         out = tmp_path_factory.mktemp(f"{folder.name}_{unit}") / "out"
-        fields = {"sparsity": sparsity, "attention_unit": unit, **DEFAULT}
+        fields = {"sparsity": sparsity, "attention_unit": unit, "experts": "channels", **DEFAULT}
         return run_oneshot(str(folder), **fields, output_dir=str(out)).eval(), out
 
     return prune

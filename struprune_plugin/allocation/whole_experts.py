@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import KeptExperts
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import sum_over_ranks
 from struprune_plugin.storage.manifest import ExpertsRecord
 
 
@@ -30,35 +32,47 @@ class Mixture:
     :param lists: the groups of every list of experts, in order, by the list's full name
     :param counts: numbers of experts that a layer may keep, descending
     :param num_groups: number of equal runs of experts that keep the same number each
-    :param cost: parameters of the linears that are removed with one expert of every layer
+    :param costs: parameters of the linears that are removed with one expert of each list
+    :param entries: other parameters that go with one expert of every layer: the routers' rows, outside the budget
     """
 
     routing: Routing
     lists: Mapping[str, Sequence[UnitGroup]]
     counts: Sequence[int]
     num_groups: int
-    cost: int
+    costs: Sequence[int]
+    entries: int = 0
 
-    def split_budget(self, sizes: Sequence[GroupSize], asked: float) -> tuple[int, float]:
+    @property
+    def cost(self) -> int:
+        """Parameters that are removed with one expert of every layer."""
+        return sum(self.costs)
+
+    @property
+    def max_removable(self) -> int:
+        """Parameters that go if as few experts stay as may."""
+        return (self.counts[0] - self.counts[-1]) * self.cost
+
+    def split_budget(self, sizes: Sequence[GroupSize], sparsity: float, num_prunable: int) -> tuple[int, float]:
         """Return the number of experts that stay in a layer, and the share of the other groups' parameters to remove beside them.
 
         Of the numbers nearest to the budget, it is the one at which experts lose a share nearest to that of all parameters.
 
-        :param asked: parameters to remove
-        :raises ValueError: that many parameters cannot be removed, to within half an expert of every layer
+        :param sparsity: share of the prunable parameters to remove
+        :raises ValueError: that many parameters cannot be removed, to within half a step of the experts of every layer
         """
         total, most = sum(size.num_parameters for size in sizes), sum(size.max_removable for size in sizes)
-        first, last = self.counts[0], self.counts[-1]
+        asked, first, last = sparsity * num_prunable, self.counts[0], self.counts[-1]
         even = asked / (first * self.cost + total)
         wanted = {left: asked - (first - left) * self.cost for left in self.counts}
         taken = {left: min(max(rest, 0.0), most) for left, rest in wanted.items()}
         misses = {left: abs(wanted[left] - taken[left]) for left in self.counts}
         least = min(misses.values())
-        if wanted[last] > most + self.num_groups * self.cost / 2:
+        if wanted[last] > most + (self.counts[-2] - last) * self.cost / 2:
+            largest = math.floor(1e4 * (most + self.max_removable) / num_prunable) / 1e4
             raise ValueError(
-                f"sparsity: {asked:,.0f} parameters are to be removed, and experts and the other units have only "
-                f"{asked - least:,.0f} removable ({last} of {first} experts of a layer must stay). Lower sparsity, or prune more "
-                "kinds of units."
+                f"sparsity: must be at most {largest:.4f}, at which {last} of {first} experts of a layer stay, the fewest that its "
+                f"routing allows, got {sparsity:.4f}. Lower it, prune more kinds of units, or set `experts: channels`."
             )
         near = [left for left in self.counts if misses[left] <= least + 0.5]
         left = min(near, key=lambda count: abs(1 - count / first - even))
@@ -80,10 +94,10 @@ class Mixture:
 
     def describe(self, kept: KeptExperts) -> list[ExpertsRecord]:
         """Return the manifest's records of the kept experts."""
-        each = self.cost // len(self.lists)
+        lists = zip(self.lists.items(), kept.keep.values(), self.costs, strict=True)
         return [
-            ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * each)
-            for (name, members), keep in zip(self.lists.items(), kept.keep.values(), strict=True)
+            ExpertsRecord(name, members[0].layer_index, len(members), [*keep], (len(members) - len(keep)) * cost)
+            for (name, members), keep, cost in lists
         ]
 
 
@@ -108,6 +122,7 @@ def score_experts(
                 call = flow.advance(step.index, step.layer, context)
                 for group, members, total in zip(own, lists, sums, strict=True):
                     _add_norms(total, members, seen.arguments[group.mixture], call.tokens)
+        sums = [sum_over_ranks(total) for total in sums]
         scores |= {group.output_name: (s[0] / s[1].clamp(min=1)).tolist() for group, s in zip(own, sums, strict=True)}
     return scores
 

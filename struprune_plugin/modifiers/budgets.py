@@ -24,7 +24,6 @@ from struprune_plugin.model.layers import count_prunable_parameters, count_weigh
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
-from struprune_plugin.runtime.distributed import check_one_process
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
@@ -160,8 +159,9 @@ def find_budget(
     if asked is not None and asked.bytes is not None:
         dense, size = count_weight_bytes(model), model.dtype.itemsize
         sparsity = max(dense - asked.bytes, 0) / size / num_prunable
-        least = dense - size * sum(one.max_removable for one in sizes)
-        if mixture is None and asked.bytes < least:
+        removable = sum(one.max_removable for one in sizes) + (mixture.max_removable if mixture else 0)
+        least = dense - size * removable
+        if asked.bytes < least:
             raise ValueError(
                 f"budget.bytes: must be at least {least:,}, what stays if all removable units go, got {asked.bytes:,}. Raise it, "
                 "or prune more kinds of units."
@@ -170,7 +170,7 @@ def find_budget(
     if mixture is None:
         share = find_group_sparsity(sizes, num_prunable, sparsity)
     else:
-        num_left, share = mixture.split_budget(sizes, sparsity * num_prunable)
+        num_left, share = mixture.split_budget(sizes, sparsity, num_prunable)
         num_experts = num_left if num_left < mixture.counts[0] else None
     most = getattr(modifier.allocation, "max_sparsity", 1.0)
     if share > most:
@@ -193,25 +193,28 @@ def find_mixture(
 ) -> Mixture | None:
     """Return the whole experts that a recipe may remove; None if it removes none.
 
-    :raises ValueError: no expert can be removed, or not the same number from every layer; another setting conflicts
+    :param groups: of the model, whose mixtures have been split
+    :raises ValueError: the message says why the mixture's experts cannot go whole
     """
-    if recipe.experts is None or not recipe.experts.drops:
-        return None
     lists: dict[str, list[UnitGroup]] = {}
     for group in groups:
         if group.mixture:
             lists.setdefault(group.output_name, []).append(group)
+    if not lists or recipe.experts is None or not recipe.experts.drops:
+        return None
     there = sorted(members.num_experts for _, layer in find_decoder_layers(model) for _, members in list_experts(layer))
-    if not lists or sorted(map(len, lists.values())) != there or there[0] != there[-1]:
-        raise ValueError(
-            "`experts: whole` needs a mixture with the same number of experts in every layer, none of which targets or ignore "
-            "leave out. Remove targets and ignore, or set `experts: channels`."
-        )
+    if there[0] != there[-1]:
+        raise ValueError(f"layers have {there[0]} to {there[-1]} experts")
+    if sorted(map(len, lists.values())) != there:
+        raise ValueError("targets or ignore leave some experts out")
     if any(isinstance(other, REAPPruningModifier) for other in others):
-        raise ValueError("`experts: whole` cannot be combined with REAPPruningModifier. Remove one of the two.")
-    check_one_process("experts: whole", "Set `experts: channels`, or run one process.")
-    firsts = [members[0] for members in lists.values()]
+        raise ValueError("REAPPruningModifier removes some in the same recipe")
     counts, num_groups = list_counts(model.config.get_text_config(decoder=True), there[0])
-    experts = [model.get_submodule(f"{first.output_name}.{first.entry}") for first in firsts]
-    cost = sum(parameter.numel() for expert in experts for parameter in expert.parameters())
-    return Mixture(find_routing(model), lists, list(counts), num_groups, cost)
+    if len(counts) < 2:
+        raise ValueError(f"all {there[0]} experts of a layer must stay for its routing")
+    experts = [model.get_submodule(f"{members[0].output_name}.{members[0].entry}") for members in lists.values()]
+    costs = [sum(parameter.numel() for parameter in expert.parameters()) for expert in experts]
+    routing = find_routing(model)
+    tensors = [dict(layer.named_parameters()) for _, layer in find_decoder_layers(model)]
+    entries = sum(own[name].numel() // there[0] for own in tensors for name in routing.tensors.keys() & own.keys())
+    return Mixture(routing, lists, list(counts), num_groups, costs, entries)

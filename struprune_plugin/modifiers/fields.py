@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, model_validator
 from transformers import PreTrainedModel
@@ -80,14 +80,20 @@ class Fisher(Config):
 class Experts(Config):
     """Settings for the pruning of a mixture's experts.
 
-    :param units: ``channels``: every expert loses channels of its own; ``whole``: experts of the least mean of router weight
-        times output norm (REAP) go with their router entries, equally many in every layer, and the others are re-solved
+    :param units: ``whole``: experts of the least mean of router weight times output norm (REAP) go with their router entries,
+        equally many in every layer, and the others are re-solved; ``channels``: every expert loses channels of its own, also
+        where a mixture's experts cannot go whole. ``widths`` alone means ``channels``
     :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
         the output; ``per_layer``: all experts of a layer do
     """
 
-    units: Literal["channels", "whole"] = "channels"
+    units: Literal["whole", "channels"] = "whole"
     widths: Literal["same", "per_layer"] = "same"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_widths(cls, value: Any) -> Any:
+        return {"units": "channels", **value} if isinstance(value, dict) and "widths" in value else value
 
     @property
     def drops(self) -> bool:
@@ -96,8 +102,8 @@ class Experts(Config):
 
 
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings for the short forms ``fisher``, ``channels``, ``whole`` and ``none``."""
-    forms = {"fisher": {}, "channels": {}, "whole": {"units": "whole"}, "none": None}
+    """Return the settings for the short forms ``fisher``, ``whole``, ``channels`` and ``none``."""
+    forms = {"fisher": {}, "whole": {"units": "whole"}, "channels": {"units": "channels"}, "none": None}
     return forms.get(value, value) if isinstance(value, str) else value
 
 
@@ -112,7 +118,7 @@ class StructuredModifier(StageModifier):
         ``attention_unit``, ``prune_ffn`` and ``experts``, which are short forms
     :param attention_unit: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short form); ``none``
     :param prune_ffn: prune FFN channels
-    :param experts: ``channels``, ``whole``, ``none``, or a mapping of the fields of :class:`Experts`
+    :param experts: ``whole``, ``channels``, ``none``, or a mapping of the fields of :class:`Experts`
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and sparsity
         modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
@@ -201,6 +207,12 @@ class StructuredModifier(StageModifier):
     def prunes_mixtures(self) -> bool:
         """True if units of mixtures may go."""
         return any(kind.of_mixture for kind in self.list_units())
+
+    def take_channels(self) -> Self:
+        """Return the recipe with channels of experts in place of whole experts."""
+        units = self.units and [k.model_copy(update={"units": "channels"}) if k.of_mixture else k for k in self.units]
+        experts = self.experts and self.experts.model_copy(update={"units": "channels"})
+        return self.model_copy(update={"experts": experts, "units": units})
 
     @model_validator(mode="after")
     def _read_units(self) -> StructuredModifier:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from llmcompressor.utils.dev import get_main_device
+from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -52,7 +53,7 @@ class Setup:
             (group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
         )
         if self.mixture is not None and self.budget.num_experts is not None:
-            removed += (self.mixture.counts[0] - self.budget.num_experts) * self.mixture.cost
+            removed += (self.mixture.counts[0] - self.budget.num_experts) * (self.mixture.cost + self.mixture.entries)
         return removed
 
 
@@ -107,13 +108,19 @@ class RunSetup(Setup):
 
 def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages) -> Setup:
     """Find the groups of the model as it is now, and how many of their units may stay. Experts whose removal fails in the
-    rehearsal stay whole.
+    rehearsal are not pruned, and those that cannot go whole lose channels, as the log says.
 
     :param stages: modifiers before the pruning stage in the recipe, and those behind it
     :raises ValueError: recipe and model do not go together, or the budget cannot be met
     """
     recipe = _rehearse(complete_recipe(pruning, stages[0]), model)
-    groups = recipe.prepare_groups(model)
+    groups, mixture = recipe.prepare_groups(model), None
+    try:
+        mixture = budgets.find_mixture(recipe, model, groups, [*stages[0], *stages[1]])
+    except ValueError as reason:
+        logger.warning(f"experts: their channels go, not whole experts: {reason}")
+        recipe = recipe.take_channels()
+        groups = recipe.prepare_groups(model)
     checks.refuse(recipe, model, groups, stages)
     roundings = budgets.find_roundings(model, groups, stages[1], recipe.width_multiple)
     for group in groups:
@@ -123,7 +130,6 @@ def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages
                 f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
                 f"width {group.num_columns}. Choose a smaller multiple or group size."
             )
-    mixture = budgets.find_mixture(recipe, model, groups, [*stages[0], *stages[1]])
     sizes, budget = budgets.find_budget(recipe, model, groups, roundings, mixture)
     early = _allocate_early(recipe, model, sizes, budget)
     if early is not None:
@@ -149,7 +155,7 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
 def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
     """Return the recipe without experts whose removal fails in the rehearsal, as the log says."""
     kinds = recipe.list_units()
-    if recipe.experts is None or recipe.experts.drops:
+    if recipe.experts is None:
         rehearse(model, kinds)
     elif not rehearse_with_mixtures(model, kinds):
         units = None if recipe.units is None else [kind for kind in kinds if not kind.of_mixture]

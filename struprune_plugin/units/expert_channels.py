@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from pydantic import model_validator
 from torch import nn
 
 from struprune_plugin.model.structure.couplings import Coupling, Measured
@@ -22,8 +23,9 @@ from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
 class ExpertChannels(FFNChannels):
     """A channel of one expert.
 
-    :param units: ``channels``: every expert loses channels of its own; ``whole``: experts of the least mean of router weight
-        times output norm (REAP) go with their router entries, equally many in every layer, and the others are re-solved
+    :param units: ``whole``: experts of the least mean of router weight times output norm (REAP) go with their router entries,
+        equally many in every layer, and the others are re-solved; ``channels``: every expert loses channels of its own, also
+        where a mixture's experts cannot go whole. ``widths`` alone means ``channels``
     :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
         the output; ``per_layer``: all experts of a layer do
     """
@@ -34,8 +36,13 @@ class ExpertChannels(FFNChannels):
     of_mixture: ClassVar[bool] = True
     short_form: ClassVar[tuple[str, Any] | None] = ("prune_experts", True)
     kind: Literal["experts"] = "experts"  # type: ignore[assignment]
-    units: Literal["channels", "whole"] = "channels"
+    units: Literal["whole", "channels"] = "whole"
     widths: Literal["same", "per_layer"] = "same"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_widths(cls, value: Any) -> Any:
+        return {"units": "channels", **value} if isinstance(value, dict) and "widths" in value else value
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
         return None  # experts are read once they are split
@@ -59,7 +66,7 @@ class ExpertChannels(FFNChannels):
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         members: Any = layer.get_submodule(unit.output)
-        return f"{unit.output}: channels of {members.num_experts} experts"
+        return f"{unit.output}: {members.num_experts} experts, whole or their channels"
 
     def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
         return {}  # the width that a configuration states is another module's

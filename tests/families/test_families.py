@@ -257,7 +257,10 @@ def test_base_model_loads_without_its_head(saved, again):
 @pytest.mark.parametrize("first", ["reap", "struprune"])
 def test_experts_pruned_by_the_host_compose_with_ours_in_one_recipe(first, save_family, tmp_path):
     folder = save_family("qwen3_moe")
-    stages = {"reap": REAPPruningModifier(sparsity=0.5), "struprune": StruPruneModifier(sparsity=0.2)}
+    stages = {
+        "reap": REAPPruningModifier(sparsity=0.5),
+        "struprune": StruPruneModifier(sparsity=0.2, experts="channels"),
+    }
     recipe = [stages.pop(first), *stages.values()]
     pruned = run_oneshot(str(folder), recipe=recipe, output_dir=str(tmp_path / "out"))
     again = load(tmp_path / "out")
@@ -273,7 +276,8 @@ def test_offload_changes_no_choice(save_family, prune_once, tmp_path):
     folder = save_family("qwen3_moe")
     _, whole = prune_once(folder, "value_channels")
     with count_memory():
-        run_oneshot(str(folder), sparsity=0.3, offload=True, output_dir=str(tmp_path / "out"), **DEFAULT)
+        fields = {"sparsity": 0.3, "experts": "channels", "offload": True, **DEFAULT}
+        run_oneshot(str(folder), output_dir=str(tmp_path / "out"), **fields)
     told = [read_manifest(path).groups for path in (whole, tmp_path / "out")]
     assert [group.keep for group in told[0]] == [group.keep for group in told[1]]
 

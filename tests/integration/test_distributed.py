@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.mixtures import make_mixture
 from helpers.models import VOCABULARY, make_opt, run_oneshot, save_model, start_process
 from helpers.run_distributed import NUM_SAMPLES, read_options, run_jobs
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,11 @@ FIELDS = {
         "importance": "snip",
     },
 }
+WHOLE = {  # of a mixture, beside values; the saved mixture is another model than the other jobs'
+    "sparsity": 0.3,
+    "sensitivity": {"samples": NUM_SAMPLES},
+    "allocation": {"rule": "error_curve", "trial_samples": 0, "samples": NUM_SAMPLES},
+}
 TRIED = {"sparsity": 0.3, "num_samples": 16, "allocation": {"rule": "error_curve", "trial_samples": 4, "samples": 8}}
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
@@ -42,18 +48,24 @@ def make_dead():
 
 
 @pytest.fixture(scope="module")
-def two_processes(opt, tmp_path_factory):
+def mixture(tmp_path_factory):
+    return save_model(make_mixture("glm4_moe", vocab_size=VOCABULARY), tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def two_processes(opt, mixture, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", "whole")}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [
         [str(dead), str(folders[name]), fields if "lora" in fields else {"sparsity": 0.2, **fields}]
         for name, (fields, _) in REFUSED.items()
     ]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in {**FIELDS, "tried": TRIED}.items()]
+    jobs.append([str(mixture), str(folders["whole"]), WHOLE])
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -72,14 +84,16 @@ def run_rank(rank, port, jobs):
     run_jobs(jobs)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_two_processes_equal_one(opt, two_processes, name, tmp_path):
-    folder = two_processes[name]
+@pytest.mark.parametrize("name", [*FIELDS, "whole"])
+def test_two_processes_equal_one(opt, mixture, two_processes, name, tmp_path):
+    folder, fields = two_processes[name], {**FIELDS, "whole": WHOLE}[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     assert [path.name for path in folder.glob("*out*")] == ["out"]
-    run_oneshot(str(opt), output_dir=tmp_path / "one", **read_options(FIELDS[name]))
+    run_oneshot(str(mixture if name == "whole" else opt), output_dir=tmp_path / "one", **read_options(fields))
     two, one = read_manifest(folder / "out"), read_manifest(tmp_path / "one")
     assert [group.keep for group in two.groups] == [group.keep for group in one.groups]
+    assert two.experts == one.experts
+    assert bool(one.experts) == (name == "whole")
     assert [group.damping for group in two.groups] == [group.damping for group in one.groups]
     assert two.calibration.num_tokens == one.calibration.num_tokens
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (folder / "out", tmp_path / "one")]

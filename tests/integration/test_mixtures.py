@@ -1,4 +1,4 @@
-"""Experts of mixtures, from a folder to a folder: widths, few tokens, quantisers, resume."""
+"""Channels of experts of mixtures, from a folder to a folder: widths, few tokens, quantisers, resume."""
 
 import json
 
@@ -37,7 +37,7 @@ def mixture(tmp_path_factory):
 
 def prune(mixture, out, **fields):
     folder, data, _ = mixture
-    fields = {"sparsity": 0.3, "output_dir": str(out), "num_calibration_samples": 32} | fields
+    fields = {"experts": "channels", "sparsity": 0.3, "output_dir": str(out), "num_calibration_samples": 32} | fields
     return run_oneshot(str(folder), dataset=data, **fields).eval()
 
 
@@ -95,7 +95,11 @@ def test_a_second_run_may_make_the_widths_equal(tmp_path):
     pruned = run_oneshot(str(tmp_path / "one"), sparsity=1 / 3, output_dir=str(tmp_path / "two"), **fields)
     assert len({layer.mlp.experts.down_proj.shape for layer in pruned.model.layers}) == 1
     check_loads(pruned, tmp_path / "two")
-    more = {"sparsity": 0.25, "attention_unit": "none"}  # by default one width for all layers, which these do not have
+    more = {
+        "sparsity": 0.25,
+        "attention_unit": "none",
+        "experts": "channels",
+    }  # by default one width for all layers, which these do not have
     pruned = run_oneshot(str(tmp_path / "one"), dataset=make_dataset(16), output_dir=str(tmp_path / "three"), **more)
     check_loads(pruned, tmp_path / "three")
     planned = plan_run(str(tmp_path / "one"), [StruPruneModifier(**more)], Workload(16, 32, 8))
@@ -149,7 +153,8 @@ def test_a_quantiser_may_follow(tmp_path):
     quantiser = QuantizationModifier(
         config_groups={"experts": {"targets": ["re:.*experts\\.\\d+\\..*proj$"], "weights": weights}}
     )
-    recipe = [StruPruneModifier(sparsity=0.3, attention_unit="none", output="uniform", sensitivity="none"), quantiser]
+    fields = {"attention_unit": "none", "experts": "channels", "output": "uniform", "sensitivity": "none"}
+    recipe = [StruPruneModifier(sparsity=0.3, **fields), quantiser]
     options = {"dataset": data, "num_calibration_samples": 16, "output_dir": str(tmp_path / "out")}
     quantised = run_oneshot(str(dense), recipe=recipe, **options)
     kept = json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"]

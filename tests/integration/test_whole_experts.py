@@ -10,6 +10,7 @@ from helpers.mixtures import make_mixture, mask_routing
 from helpers.models import run_oneshot, save_model
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from loguru import logger
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -183,24 +184,42 @@ def test_a_quantiser_may_follow(mixture, tmp_path):
     torch.testing.assert_close(again(tokens).logits, quantised(tokens).logits, **CLOSE)
 
 
-REFUSED = {
-    "too many": ({"experts": "whole", "sparsity": 0.9, **ALONE}, "2 of 8 experts of a layer must stay"),
-    "some layers": (
-        {"experts": "whole", "sparsity": 0.1, "ignore": ["re:.*layers\\.2\\..*experts.*"]},
-        "`experts: whole` needs a mixture with .* Remove targets and ignore",
+def test_more_than_routing_allows_is_refused_before_any_work(mixture, tmp_path):
+    message = "sparsity: must be at most 0.4785, at which 2 of 8 experts of a layer stay"
+    with pytest.raises(ValueError, match=message):
+        prune(mixture, tmp_path / "out", sparsity=0.9, **ALONE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_whole_experts_are_the_default_and_channels_have_a_name(mixture, tmp_path):
+    prune(mixture, tmp_path / "default", sparsity=0.4)
+    prune(mixture, tmp_path / "named", sparsity=0.4, experts="whole")
+    assert list_kept(tmp_path / "default")
+    default, named = (load_file(tmp_path / name / "model.safetensors") for name in ("default", "named"))
+    assert default.keys() == named.keys()
+    assert all(torch.equal(default[name], named[name]) for name in default)
+    for fields in ("channels", {"widths": "per_layer"}):
+        assert StruPruneModifier(sparsity=0.4, experts=fields).experts.units == "channels"
+
+
+CANNOT = {
+    "left out": ({"ignore": ["re:.*layers\\.2\\..*experts.*"]}, "targets or ignore leave some experts out"),
+    "the host's": (
+        {"recipe": [REAPPruningModifier(sparsity=0.25), StruPruneModifier(sparsity=0.1)]},
+        "REAPPruningModifier removes some",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_before_any_work(name, mixture, tmp_path):
-    fields, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        prune(mixture, tmp_path / "out", **fields)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_host_s_modifier_beside_whole_experts_is_refused(mixture, tmp_path):
-    recipe = [REAPPruningModifier(sparsity=0.25), StruPruneModifier(sparsity=0.1, experts="whole")]
-    with pytest.raises(ValueError, match="`experts: whole` cannot be combined with REAPPruningModifier"):
-        prune(mixture, tmp_path / "out", recipe=recipe)
+@pytest.mark.parametrize("name", CANNOT)
+def test_channels_go_where_whole_experts_cannot_as_one_line_says(name, mixture, tmp_path):
+    fields, reason = CANNOT[name]
+    messages = []
+    sink = logger.add(messages.append, level="WARNING")
+    prune(mixture, tmp_path / "out", **{"sparsity": 0.1, **fields})
+    logger.remove(sink)
+    assert any(f"experts: their channels go, not whole experts: {reason}" in line for line in messages)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.settings["experts"]["units"] == "channels"
+    assert any(record.kind == "experts" and record.kept < record.num_units for record in manifest.groups)
+    assert not manifest.experts

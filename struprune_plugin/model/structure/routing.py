@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
-from compressed_tensors.offload.utils import to_tensor
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import nn
 from transformers import PreTrainedConfig
@@ -21,6 +21,7 @@ from struprune_plugin.model.structure.locate import find_stock, locate_layers, m
 from struprune_plugin.model.structure.shrinking import find_first, shrink_config
 
 _WIDE, _KEEP = 10, (0, 2, 4, 5, 7, 9)  # no other size of a tiny instance is 10; as many stay of both halves
+_STEPS, _FINE = (8, 4, 2), 16  # experts that go at a time, and how many times as many there must be
 _GROUPS, _GROUPS_TAKEN = ("n_group", "num_expert_group"), ("topk_group",)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
 
@@ -45,10 +46,11 @@ class Routing:
             owner, _, own = name.rpartition(".")
             if hasattr(module := modules.get(owner), own):
                 old = getattr(module, own).detach()
-                new = old.index_select(axis, torch.tensor(keep, device=old.device)).contiguous()
                 with disable_onloading():  # an onloaded copy does not say whether it learns
                     like = getattr(module, own)
-                setattr(module, own, to_tensor(new, like))
+                new = old.index_select(axis, torch.tensor(keep, device=old.device)).contiguous()
+                is_parameter = isinstance(like, nn.Parameter)
+                setattr(module, own, nn.Parameter(new, like.requires_grad) if is_parameter else new)
         for name, own in self.counts:
             if hasattr(module := modules.get(name), own):
                 setattr(module, own, len(keep))
@@ -58,7 +60,8 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
     """Return the admissible numbers of kept experts per layer, largest first, and the number of groups of experts.
 
     At least as many experts stay as a token is routed to. Where routing selects groups first, every group keeps the same number,
-    at least two, because a group is scored by its best two experts.
+    at least two, because a group is scored by its best two experts. From 32 experts on, 2, 4 or 8 go at a time if that divides
+    their number, so that as many processes of an engine share them evenly.
 
     :raises ValueError: the text configuration does not give the number of experts that a token is routed to
     """
@@ -68,11 +71,11 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
     groups = named or 1
     if not top_k:
         raise ValueError(
-            f"experts: one of {', '.join(_TOP_K)} must give the number of experts per token, got none in "
-            f"{type(config).__name__}. Set `experts: channels`."
+            f"none of {', '.join(_TOP_K)} gives the number of experts per token in {type(config).__name__}"
         )
     least = groups * max(-(-top_k // taken), 2) if named else top_k
-    return range(num_experts, least - 1, -groups), groups
+    step = next((step for step in _STEPS if num_experts % step == 0 and num_experts >= _FINE * step), 1)
+    return range(num_experts, least - 1, -math.lcm(groups, step)), groups
 
 
 def find_routing(model: nn.Module) -> Routing:
@@ -84,10 +87,7 @@ def find_routing(model: nn.Module) -> Routing:
     try:
         return tiny.prove_once("routing", kind, config, lambda: _measure(kind, shrink_config(config)))
     except Exception as error:  # any error of a class that relies on its number of experts
-        raise ValueError(
-            f"experts: whole experts cannot be removed from {config.model_type!r} ({type(error).__name__}: {error}). "
-            "Set `experts: channels`."
-        ) from None
+        raise ValueError(f"{config.model_type}: {type(error).__name__}: {error}") from None
 
 
 @torch.no_grad()

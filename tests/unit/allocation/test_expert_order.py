@@ -14,7 +14,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 
 def make_plain(counts, num_groups=1, cost=10):
-    return Mixture(None, {}, list(counts), num_groups, cost)
+    return Mixture(None, {}, list(counts), num_groups, [cost])
 
 
 def test_experts_of_largest_score_stay_the_same_number_of_every_group():
@@ -27,15 +27,15 @@ def test_experts_of_largest_score_stay_the_same_number_of_every_group():
 @pytest.mark.parametrize(("asked", "left"), [(0, 4), (25, 3), (45, 2), (56, 2)])
 def test_a_split_meets_the_budget_and_experts_lose_about_as_much_as_the_rest(asked, left):
     sizes = [GroupSize("a", "ffn", 10, 4, 1)]  # 36 can go
-    found, share = make_plain([4, 3, 2], cost=10).split_budget(sizes, asked)
+    found, share = make_plain([4, 3, 2], cost=10).split_budget(sizes, asked / 80, 80)
     assert found == left
     assert (4 - found) * 10 + 40 * share == pytest.approx(asked)
 
 
 def test_a_budget_that_cannot_be_met_names_what_can():
-    with pytest.raises(ValueError, match=r"only 20 removable \(2 of 4 experts of a layer must stay"):
-        make_plain([4, 3, 2], cost=10).split_budget([], 40)
-    assert make_plain([4, 3, 2], cost=10).split_budget([], 14) == (3, 0.0)
+    with pytest.raises(ValueError, match=r"must be at most 0.5000, at which 2 of 4 experts .*, got 0.8000"):
+        make_plain([4, 3, 2], cost=10).split_budget([], 0.8, 40)
+    assert make_plain([4, 3, 2], cost=10).split_budget([], 0.35, 40) == (3, 0.0)
 
 
 def test_groups_that_are_chosen_first_keep_two_each():
@@ -45,6 +45,12 @@ def test_groups_that_are_chosen_first_keep_two_each():
     config.num_experts_per_tok = 3
     assert list_counts(config, 8) == (range(8, 5, -2), 2)
     assert list_counts(make_mixture("mixtral").config, 8) == (range(8, 1, -1), 1)
+
+
+@pytest.mark.parametrize(("num_experts", "step"), [(16, 1), (30, 1), (36, 2), (60, 2), (64, 4), (128, 8)])
+def test_many_experts_go_a_few_at_a_time(num_experts, step):
+    counts, _ = list_counts(make_mixture("mixtral").config, num_experts)
+    assert counts == range(num_experts, 1, -step)
 
 
 @pytest.fixture(params=["mixtral", "deepseek_v3", "ernie4_5_moe"])
@@ -64,7 +70,7 @@ def test_scores_are_means_of_router_weight_times_output_norm_without_padding(tak
     lists = {}
     for group in groups:
         lists.setdefault(group.output_name, []).append(group)
-    mixture = Mixture(routing, lists, [8], 1, 1)
+    mixture = Mixture(routing, lists, [8], 1, [1])
     batches = [{"input_ids": part, "attention_mask": m} for part, m in zip(tokens.split(2), mask.split(2), strict=True)]
     found = score_experts(model, batches, mixture, DeviceContext())
     assert found.keys() == lists.keys()

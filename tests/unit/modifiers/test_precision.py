@@ -17,7 +17,7 @@ TOLD = "float32 (this device has no bfloat16 products); saved in bfloat16"
 TRIALS = {"allocation": {"rule": "error_curve", "samples": 4, "trial_samples": 2}, "sparsity": 0.25}
 RUNS = {  # every kind of pass
     "default": ("llama", TRIALS),
-    "a mixture": ("qwen3_moe", {**DEFAULT, "sparsity": 0.25}),
+    "a mixture": ("qwen3_moe", {**DEFAULT, "experts": "channels", "sparsity": 0.25}),
     "whole experts": ("qwen3_moe", {"experts": "whole", "sparsity": 0.3, "allocation": "uniform"}),
     "ADMM": ("opt", {"weight_update": {"method": "admm", "steps": 1}, "sparsity": 0.2, "allocation": "uniform"}),
     "SNIP": ("llama", {"importance": "snip", "sparsity": 0.2, "allocation": "uniform"}),

@@ -23,7 +23,6 @@ FIELDS = [
     ({"sparsity": None, "budget": {"bytes": 5000}}, "budget.bytes: must be at least"),
     ({"sparsity": None, "budget": {"bytes": 10**6}, "importance": "l0"}, "budget: `importance: l0` needs sparsity"),
     ({"width_multiple": 64}, "kept widths must be multiples of 64"),
-    ({"experts": "whole"}, "`experts: whole` needs a mixture"),
     ({"targets": ["nothing"]}, "targets"),
 ]
 ALLOCATOR = {"SparsityAllocatorModifier": {"sparsity": 0.2}}

@@ -31,11 +31,13 @@ SIZES_OF = {
 }
 COUNTED = {"importance": "wanda"}  # what goes to the device is the same for every importance
 FFN_ADMM = {"attention_unit": "none", "weight_update": {"method": "admm", "steps": 1}}
+MANY = {"dataset": make_dataset(8, 16), "num_calibration_samples": 8, "batch_size": 4}
 PATHS = {
     "default": ("opt", DEFAULT),
     "default, with room": ("llama", DEFAULT),
     "offload": ("llama", {"offload": True}),
-    "mixture": ("qwen3_moe", {"dataset": make_dataset(8, 16), "num_calibration_samples": 8, "batch_size": 4}),
+    "mixture": ("qwen3_moe", MANY | {"experts": "channels"}),
+    "whole experts": ("qwen3_moe", MANY),
     "ADMM": ("opt", {"attention_unit": "head", "weight_update": {"method": "admm", "steps": 1, "inner_steps": 1}}),
     "gated ADMM": ("llama", FFN_ADMM),
     "magnitude": ("llama", {"importance": "magnitude", "allocation": "softmax_inverse", "attention_unit": "head"}),

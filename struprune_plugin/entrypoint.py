@@ -36,7 +36,7 @@ from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import summarize_output
 from struprune_plugin.runtime.distributed import join_processes
 from struprune_plugin.runtime.model_state import rest_model
-from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
+from struprune_plugin.runtime.torch_state import copy_inference_tensors, renew_buffers, reset_torch
 from struprune_plugin.storage.checkpoint import (
     check_checkpoint,
     check_written,
@@ -115,6 +115,8 @@ def oneshot(
         kwargs = prepare_dataset(model, _read_tokenizer(model, kwargs), window_bos)
         if isinstance(model, str):
             model = load_model(model, config, kwargs, offloaded)
+        else:
+            renew_buffers(model)
         if pruning is None:
             _check_alone(loaded.modifiers, model, folder)
         copy_inference_tensors(model)

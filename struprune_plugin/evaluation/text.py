@@ -49,7 +49,8 @@ def read_texts(
     texts = []
     for where, line in _list_lines(path):
         try:
-            row = json.loads(line)
+            if not isinstance(row := json.loads(line), dict):
+                raise TypeError(f"a {type(row).__name__}")
             value = row[find_column(row, text_column)]
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
         except (ValueError, TypeError, RecursionError) as error:
@@ -106,7 +107,7 @@ def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str 
     """
     if isinstance(value, str):
         return value
-    if not value or not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         raise ValueError(
             f"{where}: every row must hold a text or a conversation, a list of messages with role and content, got "
             f"{shorten_value(value)}{at}. Leave such rows out, or name another column (--text-column, text_column=…)."
@@ -122,6 +123,14 @@ def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str 
         ) from None
     start = tokenizer.bos_token or ""
     return text.removeprefix(start) if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value.get("role"))
+        and any(value[name] is not None for name in value.keys() - {"role"})
+    )
 
 
 def stream_texts(
@@ -228,7 +237,7 @@ def pack_windows(windows: Tensor) -> Dataset:
 
 
 def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
-    """Raise on data of an unsupported type, and on ``splits`` and ``window_bos`` where they have no effect.
+    """Raise on data of an unsupported type, on a length that is none, and on ``splits`` and ``window_bos`` without effect.
 
     :param kwargs: arguments of ``oneshot``
     """
@@ -241,6 +250,11 @@ def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
     if splits is not None and not is_from_host(dataset):
         raise ValueError(
             f"splits: has no effect on this dataset, got {splits!r}. Pass the part that you mean as dataset."
+        )
+    length = kwargs.get("max_seq_length")
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ValueError(
+            f"max_seq_length: must be a whole number of tokens above 0, got {length!r}. Correct it, or leave it out."
         )
     is_cut = isinstance(dataset, (str, os.PathLike)) or kwargs.get("concatenate_data")
     if not window_bos and (not is_cut or is_from_host(dataset)):
@@ -285,9 +299,15 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
         tokenizer = load_tokenizer(where, trust_remote_code=trusts)
-    length = kwargs.get("max_seq_length") or _choose_length(model, tokenizer, kwargs)
-    if tokenizer.model_max_length > 10**9:  # a tokenizer that knows none, which llm-compressor would pad rows to
-        kwargs = kwargs | {"max_seq_length": length}
+    config = (
+        read_config(model, kwargs.get("model_revision", "main"), trusts) if isinstance(model, str) else model.config
+    )
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+    most = min(positions, tokenizer.model_max_length)
+    length = kwargs.get("max_seq_length") or min(2048, most)
+    if tokenizer.model_max_length > positions:  # llm-compressor would make rows of that length, which may be 1e30
+        known = most if tokenizer.model_max_length < 10**9 else length
+        kwargs = kwargs | {"max_seq_length": kwargs.get("max_seq_length") or known}
     if is_from_host(source) or (rows and makes_own):
         return _split_dataset(kwargs | {"dataset": source})
     if rows and kwargs.get("concatenate_data") and window_bos and find_special_tokens(tokenizer)[0]:
@@ -298,14 +318,6 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
     else:
         dataset = make_calibration_dataset(source, tokenizer, samples, length, column, window_bos)
     return _split_dataset(kwargs | {"dataset": dataset})
-
-
-def _choose_length(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> int:
-    """Return the tokens of a sequence where none are given: 2,048, or what the tokenizer or the model's positions hold."""
-    options = kwargs.get("model_revision", "main"), kwargs.get("trust_remote_code_model", False)
-    config = read_config(model, *options) if isinstance(model, str) else model.config
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(tokenizer.model_max_length, 2048, positions or 2048)
 
 
 def _tokenize_chats(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, text_column: str) -> Dataset:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
+from transformers import PreTrainedModel
 
 from struprune_plugin.modifiers.loaded_model import check_loaded
 from struprune_plugin.runtime.model_state import rest_model
-from struprune_plugin.runtime.torch_state import copy_inference_tensors, reset_torch
+from struprune_plugin.runtime.torch_state import copy_inference_tensors, renew_buffers, reset_torch
 from struprune_plugin.storage.checkpoint import note_left_out
 
 
@@ -27,18 +30,19 @@ class StageModifier(Modifier):
         copy_inference_tensors(state.model)
         if not hasattr(state.model, "left_out"):  # llm-compressor's own oneshot
             check_loaded(state.model)
+            renew_buffers(state.model)
             note_left_out(state.model, state.model.config._name_or_path)
-        with rest_model(state.model):
+        with _rest(state.model):
             super().initialize(state, **kwargs)
 
     @reset_torch()
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        with rest_model(state.model):
+        with _rest(state.model):
             super().update_event(state, event, **kwargs)
 
     @reset_torch()
     def finalize(self, state: State, **kwargs: Any) -> None:
-        with rest_model(state.model):
+        with _rest(state.model):
             super().finalize(state, **kwargs)
 
     def dump_fields(self) -> dict[str, Any]:
@@ -59,3 +63,20 @@ class StageModifier(Modifier):
                 f"pipeline: {type(self).__name__} must have a calibration pass of its own, got one shared by "
                 f"{[type(m).__name__ for m in modifiers]}. Use pipeline='independent', the default."
             )
+
+
+@contextmanager
+def _rest(model: PreTrainedModel) -> Iterator[None]:
+    """Run the block as :func:`rest_model`, and without the training loss of routers, whose logits no layer gives alone."""
+
+    def set_loss(value: bool) -> None:
+        if had:
+            model.config.get_text_config(decoder=True).output_router_logits = value
+
+    had = getattr(model.config.get_text_config(decoder=True), "output_router_logits", False)
+    with rest_model(model):
+        set_loss(False)
+        try:
+            yield
+        finally:
+            set_loss(True)

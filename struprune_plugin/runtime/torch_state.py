@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
+from compressed_tensors.offload.cache import OffloadCache
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -40,3 +43,24 @@ def copy_inference_tensors(model: nn.Module) -> None:
                     copy = tensor.detach().clone()
                     copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
                     held[name] = made.setdefault(id(tensor), (copy, tensor))[0]  # the old one lives, and its id with it
+
+
+def renew_buffers(model: PreTrainedModel) -> None:
+    """Give buffers that no folder holds, such as the frequencies of rotary embeddings, what loading gives: ``model.half()`` rounds
+    them. Those that the class does not initialise by itself stay."""
+    if hasattr(model.config, "quantization_config"):
+        return
+    with torch.device("meta"):
+        made: Any = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    modules = dict(model.named_modules())
+    for name, module in made.named_modules():
+        own = {each: module._buffers[each] for each in module._non_persistent_buffers_set}
+        own = {each: buffer for each, buffer in own.items() if buffer is not None and buffer.is_floating_point()}
+        if not own or name not in modules or isinstance(modules[name]._buffers, OffloadCache):
+            continue
+        module._buffers |= {each: torch.full_like(buffer, torch.nan, device="cpu") for each, buffer in own.items()}
+        made._init_weights(module)
+        for each in own:
+            found, wanted = modules[name]._buffers.get(each), module._buffers[each]
+            if found is not None and not wanted.isnan().any() and found.shape == wanted.shape:
+                modules[name]._buffers[each] = wanted.to(found.device)

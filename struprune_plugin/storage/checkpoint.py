@@ -24,9 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -107,29 +109,51 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
 
 
 def check_returns(config: PretrainedConfig) -> None:
-    """Raise ValueError if a configuration lets models return tuples, whose parts have no names."""
-    if not (config.return_dict and config.get_text_config(decoder=True).return_dict):
-        raise ValueError(
-            "model: return_dict must be true in the configuration, got false, by which layers return tuples. Remove the key from "
-            "its config.json (of a loaded model: model.config.return_dict = True)."
-        )
+    """Raise ValueError if a configuration lets models return tuples, whose parts have no names, or attention maps, with which
+    transformers cannot save it."""
+    parts = config, config.get_text_config(decoder=True)
+    for name, wanted, why in (
+        ("return_dict", True, "by which layers return tuples"),
+        ("output_attentions", False, "with which it cannot be saved"),
+    ):
+        if any(getattr(part, name) != wanted for part in parts):
+            raise ValueError(
+                f"model: {name} must be {json.dumps(wanted)} in the configuration, got {json.dumps(not wanted)}, {why}. Remove the "
+                f"key from its config.json (of a loaded model: model.config.{name} = {wanted})."
+            )
 
 
 def check_architecture(names: Sequence[str], config: PretrainedConfig) -> None:
     """Raise if classes are known, by their names, not to be causal language models or wrappers of one.
 
-    :param names: classes of one checkpoint; no name says nothing, nor does one that is unknown to transformers and names no task
+    :param names: classes of one checkpoint. One that is unknown to transformers and names no task says nothing; where there is
+        none, the model's type is looked at
     """
     stock, mapped = [name.removeprefix(PREFIX) for name in names], getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in mapped and PREFIX not in mapped["AutoModelForCausalLM"]:
         return  # custom code says what it is
     kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()]
     causal = {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
+    told = ""
     if stock and not causal & {*stock} and any(hasattr(transformers, name) or _TASK.search(name) for name in stock):
+        told = f"{', '.join(stock)} (architectures in its config.json)"
+    elif not stock and not _may_be_causal(config):
+        told = f"one of the type {config.model_type} without architectures in its config.json"
+    if told:
         raise ValueError(
-            f"model: must be a causal language model, got {', '.join(stock)} (architectures in its config.json). Choose another "
-            "model; if its weights are such a model's, load them by AutoModelForCausalLM, and save them."
+            f"model: must be a causal language model, got {told}. Choose another model; if its weights are such a model's, load "
+            "them by AutoModelForCausalLM, and save them."
         )
+
+
+def _may_be_causal(config: PretrainedConfig) -> bool:
+    """Return whether a type's usual class, where transformers knows the type, is a causal language model or a wrapper of one."""
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or config.model_type not in CONFIG_MAPPING_NAMES:
+        return True
+    is_other = config.is_encoder_decoder or config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
+        not is_other or getattr(config, "is_decoder", False)
+    )
 
 
 def load_tokenizer(

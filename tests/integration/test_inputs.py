@@ -295,6 +295,29 @@ def test_data_of_other_columns_or_none_are_refused_by_name(llama):
     run(llama, **both, max_seq_length=32)
 
 
+@pytest.mark.parametrize("length", [0, -5, "64"])
+def test_a_length_that_is_none_is_refused(length, llama):
+    with pytest.raises(ValueError, match=f"max_seq_length: must be a whole number of tokens above 0, got {length!r}"):
+        run(llama, max_seq_length=length)
+
+
+def test_rows_are_no_longer_than_the_model_s_positions_where_no_length_is_given(llama):
+    texts = read_texts(DEMO_CALIBRATION)[:20]
+    assert load(llama).config.max_position_embeddings < AutoTokenizer.from_pretrained(llama).model_max_length
+    run(llama, dataset=Dataset.from_dict({"text": texts}))
+
+
+def test_messages_without_content_and_rows_that_are_no_objects_are_refused(llama, tmp_path):
+    empty = {"messages": [{"role": "user", "content": None}]}
+    with pytest.raises(
+        ValueError, match=r"got \[{'role': 'user', 'content': None}\] in row 1 of the column 'messages'"
+    ):
+        run(llama, dataset=Dataset.from_list([make_chats(1)[0], empty]), tokenizer=make_tokenizer(llama))
+    (tmp_path / "rows.json").write_text('[{"text": "a"}, null]')
+    with pytest.raises(ValueError, match=r"line 1: must be a JSON object .*\(TypeError: a list\)"):
+        run(llama, dataset=str(tmp_path / "rows.json"))
+
+
 def test_too_little_text_is_refused_before_calibration(llama, tmp_path, capsys, monkeypatch):
     few = r"must have at least 45 calibration tokens \(one per input and one for the bias\), got {} in {} sequences"
     ids = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 2})
@@ -393,17 +416,20 @@ def test_a_tokenizer_that_knows_no_length_gives_sequences_of_the_model_s_positio
     run(llama, dataset=data, tokenizer=tokenizer, **more)
 
 
-def test_configurations_that_return_tuples_are_refused(llama, tmp_path, capsys):
+@pytest.mark.parametrize(("key", "wanted"), [("return_dict", True), ("output_attentions", False)])
+def test_configurations_that_let_models_return_other_things_are_refused(key, wanted, llama, capsys):
     model = load(llama)
     file = llama / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"return_dict": False}))
-    model.config.return_dict = False
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: not wanted}))
+    model.set_attn_implementation("eager")  # else transformers refuses attention maps at once
+    setattr(model.config, key, not wanted)
+    told = f"{key} must be {json.dumps(wanted)} in the configuration, got {json.dumps(not wanted)}, "
     for given in (llama, model):
-        with pytest.raises(ValueError, match=r"return_dict must be true .*, got false, .* Remove the key"):
+        with pytest.raises(ValueError, match=f"{told}.* Remove the key"):
             run(given)
     for command in (["plan", str(llama)], ["eval", str(llama)]):
         assert cli.main(command) == 2
-        assert "return_dict must be true" in capsys.readouterr().err
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prunes", [False, True])

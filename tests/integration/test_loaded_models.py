@@ -8,6 +8,7 @@ import llmcompressor
 import pytest
 import torch
 from helpers.families import make_model
+from helpers.mixtures import make_mixture
 from helpers.models import make_dataset, make_opt, run_oneshot, save_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -120,6 +121,28 @@ def test_the_host_s_own_oneshot_takes_any_state_too(change, dropping):
     llmcompressor.oneshot(model=model, recipe=StruPruneModifier(**FIELDS), dataset=make_dataset(), **options)
     assert_equal(model.state_dict(), wanted)
     assert describe(model) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounded_buffers_are_those_that_the_folder_gives(dtype, save_family, tmp_path):
+    """``model.to(dtype)`` also rounds the frequencies of rotary embeddings, which no folder holds."""
+    model = AutoModelForCausalLM.from_pretrained(save_family("llama")).to(dtype)
+    assert model.model.rotary_emb.inv_freq.dtype == dtype
+    save_model(model, tmp_path / "rounded")
+    assert_equal(
+        run_oneshot(model, **FIELDS).state_dict(), run_oneshot(str(tmp_path / "rounded"), **FIELDS).state_dict()
+    )
+
+
+def test_a_mixture_that_was_trained_with_its_routers_loss_gives_what_it_gives_without(tmp_path):
+    dense = save_model(make_mixture("qwen3_moe", vocab_size=2048), tmp_path / "dense")
+    wanted = run_oneshot(str(dense), **FIELDS).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(dense, output_router_logits=True)
+    found = run_oneshot(model, output_dir=str(tmp_path / "out"), **FIELDS)
+    assert_equal(found.state_dict(), wanted)
+    assert found.config.output_router_logits
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"]
+    assert cli.main(["plan", str(tmp_path / "out"), "--sparsity", "0.1", "--quiet"]) == 0
 
 
 class Stop(TrainerCallback):
@@ -257,6 +280,14 @@ def test_what_is_no_causal_language_model_is_refused_by_its_name_before_its_weig
     for command in (["plan"], ["prune", "--output", str(tmp_path / "out")], ["eval"]):
         assert cli.main([command[0], str(tmp_path / "model"), *command[1:]]) == 2
         assert f"must be a causal language model, got {name} (architectures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["bart", "roberta", "mt5", "clip"])
+def test_a_folder_that_names_no_class_is_judged_by_its_type(model_type, tmp_path, capsys):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    assert cli.main(["plan", str(tmp_path)]) == 2
+    told = f"must be a causal language model, got one of the type {model_type} without architectures"
+    assert told in capsys.readouterr().err
 
 
 def test_a_loaded_model_of_another_task_is_refused_by_its_class(outputs):

@@ -103,7 +103,7 @@ def derive_class(name: str) -> Any:
     config_class = derive_class(PREFIX + stock.config_class.__name__)
     trunk = transformers.MODEL_MAPPING.get(
         stock.config_class, None
-    )  # heads for other tasks make it from its configuration
+    )  # other tasks' heads make it from its configuration
     if trunk is not stock and getattr(trunk, "config_class", None) is stock.config_class:
         own_trunk = derive_class(PREFIX + trunk.__name__)
         own_trunk.register_for_auto_class("AutoModel")
@@ -118,10 +118,8 @@ def derive_class(name: str) -> Any:
             if table_name.startswith("TRANSFORMERS_MODELS_TO_") and dense_type in table:
                 table[own_type] = table[dense_type]
     members = {**as_own, "__module__": __name__}
-    if trunk is not None and issubclass(
-        stock, GenericForQuestionAnswering
-    ):  # its own prefix passes over a checkpoint's trunk
-        members["base_model_prefix"] = trunk.base_model_prefix
+    if trunk is not None and issubclass(stock, GenericForQuestionAnswering):
+        members["base_model_prefix"] = trunk.base_model_prefix  # its own passes over a checkpoint's trunk
     return _derive_model(stock, config_class, members)
 
 
@@ -168,11 +166,7 @@ def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any
         varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
         return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
 
-    own = {
-        "__init__": __init__,
-        "save_pretrained": save_pretrained,
-        "_get_static_cache_init_shape": _get_static_cache_init_shape,
-    }
+    own = {each.__name__: each for each in (__init__, save_pretrained, _get_static_cache_init_shape)}
     made = type(PREFIX + stock.__name__, (stock,), {"config_class": config_class, **own, **members})
     return made
 
@@ -255,9 +249,8 @@ def check_parts(model: Any, layout: Layout) -> None:
         for name, said in linears.items():
             side, axis = {"colwise": ("pad", 0), "rowwise": ("narrow", 1)}.get(styles.get(name), ("", 0))
             if form := said.get(side):
-                sizes[name] = (
-                    form["blocks"] if form["blocks"] > 1 else math.gcd(*(each[0] for each in form["segments"]))
-                )
+                blocks, segments = form["blocks"], form["segments"]
+                sizes[name] = blocks if blocks > 1 else math.gcd(*(each[0] for each in segments))
             elif side:
                 sizes[name] = said["shape"][axis] // getattr(find_owner(layer, name)[0], "head_dim", 1)
         for name, size in sizes.items():
@@ -304,10 +297,8 @@ def follow_layers(model: Any) -> None:
             f"{where} must have num_hidden_layers = {text.num_hidden_layers} layers, got {len(places)}. Set "
             f"model.config.num_hidden_layers = {len(places)}."
         )
-    by_layer = {
-        key: [layout[key][place] for place in places] for key in ("linears", "counts", "parameters") if key in layout
-    }
-    config.layout = {**layout, **by_layer}
+    keys = layout.keys() & {"linears", "counts", "parameters"}
+    config.layout = {**layout, **{key: [layout[key][place] for place in places] for key in keys}}
     stated = config.to_dict().get("per_layer_config")
     if stated is not None:
         sizes = {int(index): own for index, own in stated.items()}

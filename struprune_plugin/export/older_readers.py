@@ -143,9 +143,8 @@ def _restore_files(origin: Path, output: Path) -> None:
     if _TOKENIZER not in files and "tokenizer.json" not in files:
         return
     own = "chat_template.jinja" in files or "chat_template" in _read_json(origin / _TOKENIZER)
-    added = (
-        "" if own or "chat_template.json" not in files else "chat_template.jinja"
-    )  # the processor's, see load_tokenizer
+    # the processor's, see load_tokenizer
+    added = "" if own or "chat_template.json" not in files else "chat_template.jinja"
     for file in [file for file in output.iterdir() if _is_carried(file) and file.name != added]:
         file.unlink()
     shutil.rmtree(output / TEMPLATES, ignore_errors=True)

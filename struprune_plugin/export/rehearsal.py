@@ -61,9 +61,8 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
                 f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
             ) from error
 
-    prove_once(
-        sorted(unit.kind for unit in kinds), kind, config, lambda: compute_on_rank0(run)
-    )  # only the first process can save
+    # only the first process can save
+    prove_once(sorted(unit.kind for unit in kinds), kind, config, lambda: compute_on_rank0(run))
 
 
 def rehearse_with_mixtures(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> bool:

@@ -55,11 +55,9 @@ def _restore(model: nn.Module, modes: dict[str, bool], learning: dict[str, bool]
         module.training = modes[find_place(name)]
     with disable_onloading():
         for name, parameter in model.named_parameters():
-            place = find_place(name)
-            around = (
-                [flag for other, flag in learning.items() if other.startswith(place)] if name not in learning else []
-            )
-            frozen = not learning.get(name, any(around) or not around)
+            around = [learning[name]] if name in learning else []
+            around = around or [flag for other, flag in learning.items() if other.startswith(find_place(name))]
+            frozen = bool(around) and not any(around)
             if parameter.is_floating_point() and (frozen or name in learning):
                 parameter.requires_grad_(not frozen)
 

@@ -44,9 +44,8 @@ _DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TASK = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]")  # in a class' name, another one than ours
 _MTP = re.compile(r"(^|[._])(mtp|nextn)")
-_COUNTS = (
-    "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers mtp_num_layers num_mtp_modules"  # of such layers
-)
+# of such layers
+_COUNTS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers mtp_num_layers num_mtp_modules"
 
 
 def check_checkpoint(model: str, trust_remote_code: bool = False, revision: str = "main") -> PretrainedConfig:
@@ -315,9 +314,8 @@ def check_written(folder: Path, model: PreTrainedModel) -> None:
             name = max(known, key=lambda name: (known[name].dim(), name))
             with safe_open(files[name], "pt") as opened:
                 value, wanted = opened.get_tensor(name), model.get_parameter(name).detach().cpu()
-            problem = (
-                "" if torch.equal(value.nan_to_num(), wanted.to(value).nan_to_num()) else f"other values of {name}"
-            )
+            if not torch.equal(value.nan_to_num(), wanted.to(value).nan_to_num()):
+                problem = f"other values of {name}"
     except (OSError, SafetensorError) as error:
         problem = shorten_error(error)
     if problem:

@@ -27,10 +27,8 @@ _CARRIED = """
     special_tokens_map.json chat_template.* chat_template*.jinja *processor_config.json sentence*_config.json
     tokenization_*.py *processing_*.py LICENSE* NOTICE* USE_POLICY*
 """
-CARRIED = [
-    *_CARRIED.split(),
-    VOCABULARY_NAME,
-]  # what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
+# what AutoTokenizer, AutoProcessor and llama.cpp's converter read, and an input's terms
+CARRIED = [*_CARRIED.split(), VOCABULARY_NAME]
 _WEIGHTS = ("*.gguf", "model.safetensors*", "model-?????-of-?????.safetensors")
 _OURS = [*CARRIED, *_WEIGHTS, MANIFEST_NAME, "recipe.yaml", "README.md", "*.py", "config.json", "*_config.json"]
 

@@ -19,6 +19,7 @@ from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
 _EPS = 1e-6  # of most norms
+_FAINT = 0.1  # of the RMS of a norm's factors: what lies below is not divided by
 
 
 @dataclass
@@ -29,12 +30,16 @@ class Stream:
     :param source: inputs of the producing linears, shape [tokens, d]
     :param inputs: inputs of the consuming linear, shape [tokens, n]
     :param output: outputs of the consuming linear, shape [tokens, d]
+    :param normed: what the norm behind it returns, shape [tokens, d], float32; None without one
+    :param gain: the norm's factor on every channel, shape [d], float32; infinite where it is nearly 0
     """
 
     residual: Tensor
     source: Tensor
     inputs: Tensor
     output: Tensor
+    normed: Tensor | None = None
+    gain: Tensor | None = None
 
 
 class Stopped(Exception):
@@ -48,18 +53,25 @@ class Seen:
     :param inputs: tokens flattened, shape [tokens, features]
     :param outputs: copies, tokens flattened, shape [tokens, features]
     :param arguments: all positional arguments
+    :param gains: of norms behind consumers: what they return for a token of ones, shape [d]
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    gains: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, group: UnitGroup) -> Stream:
         """Return the tensors of a group's module."""
         residual, source = self.inputs[group.join.residual], self.inputs[next(iter(group.producers))]
         if group.join.parallel:
             residual = residual + group.join.scale * self.outputs[group.join.parallel]
-        return Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
+        stream = Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
+        if norm := group.join.normalizer:
+            gain = self.gains[norm].float()
+            faint = gain.abs() < _FAINT * gain.square().mean().sqrt()
+            stream.normed, stream.gain = self.outputs[norm].float(), gain.masked_fill(faint, torch.inf)
+        return stream
 
     def read_factors(self, group: UnitGroup) -> Tensor | None:
         """Return the inverse RMS of every token's output that a norm rescales, shape [tokens], float32; None without a norm.
@@ -85,14 +97,18 @@ def measure_rms(output: Tensor) -> Tensor:
 def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) -> Iterator[Seen]:
     """Record what the modules around groups get and return in a decoder layer's forward passes.
 
-    :param stop: end a pass with :class:`Stopped` where all of a single group is known once its consumer has run
+    :param stop: end a pass with :class:`Stopped` where a single group is known once its consumer, and a norm behind it, have run
     """
     seen, consumers = Seen(), {group.consumer for group in groups}
     stop = stop and len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
     stop = stop and groups[0].join.norm in ("", groups[0].consumer)
+    norms = {g.join.normalizer for g in groups}
+    last = groups[0].join.normalizer or groups[0].consumer if stop else ""
     inputs = {name for g in groups for name in (g.join.residual, next(iter(g.producers)), g.consumer)}
     inputs |= {group.mixture for group in groups if group.mixture}
-    outputs = consumers | {name for g in groups for name in (g.join.parallel, g.join.block, g.join.norm) if name}
+    outputs = consumers | {
+        name for g in groups for name in (g.join.parallel, g.join.block, g.join.norm, g.join.normalizer) if name
+    }
 
     def forget(_layer: nn.Module, _args: tuple) -> None:
         for part in vars(seen).values():
@@ -101,9 +117,11 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
     def see_input(name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.inputs[name], seen.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
 
-    def see_output(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
+    def see_output(name: str, module: nn.Module, _args: tuple, output: Any) -> None:
         seen.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
-        if stop and name in consumers:
+        if name in norms:
+            seen.gains[name] = module.forward(output.new_ones(1, 1, output.shape[-1]))[0, 0].detach()
+        if name == last:
             raise Stopped
 
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Seen, Stream, record
+from struprune_plugin.layerwise.capture import Seen, Stream, measure_rms, record
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 
@@ -94,7 +94,9 @@ class DenseReference:
             if not self._repairs(group):  # for which the stream after the sum is stored
                 stream = seen.read(group)
                 wanted = stream.output.float()
-                wanted = wanted + _read_residual(group, stream) if self._is_residual(group) else wanted
+                if self._is_residual(group):
+                    added = wanted if stream.normed is None else stream.normed
+                    wanted = added + _read_residual(group, stream)
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None:
             self._wanted[mixture.join.block, index] = self._context.park(seen.read_sum(mixture))
@@ -119,7 +121,12 @@ class DenseReference:
             held = self._wanted.pop(key)
             wanted = self._context.to_device(held, now.device)
             self._context.release(held)
-            wanted = wanted - _read_residual(group, stream) if self._is_residual(group) else wanted
+            if self._is_residual(group):
+                wanted = wanted - _read_residual(group, stream)
+                if (
+                    stream.normed is not None and stream.gain is not None
+                ):  # to first order, what the norm is to give more
+                    wanted = now + measure_rms(now)[:, None] / stream.gain * (wanted - stream.normed)
         return self._ask(key, now, wanted, self.target.share)
 
     def find_repair(self, group: UnitGroup, seen: Seen, index: int) -> Repair | None:
@@ -165,11 +172,12 @@ class DenseReference:
         return bool(group.join.block) and self._is_residual(group)
 
     def _is_residual(self, group: UnitGroup) -> bool:
-        """Return whether a group's target is the dense residual stream; where a norm lies between, it is the dense output."""
-        return self.target.is_residual and group.join.is_direct
+        """Return whether a group's target is the dense residual stream; where neither a sum nor a norm is known to lie between, it
+        is the dense output."""
+        return self.target.is_residual and (group.join.is_direct or bool(group.join.normalizer))
 
 
 def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
-    """Return the residual stream in units of the consumer's output, shape [tokens, d], float32."""
+    """Return the residual stream in units of what is added to it, shape [tokens, d], float32."""
     residual = stream.residual.float()
     return residual if group.join.scale == 1 else residual / group.join.scale

@@ -34,8 +34,21 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
                 found[consumer] = Join(match[0], parallel, match[1], is_direct=True)
                 break
         else:
-            found[consumer] = Join(norm=find_norm(measured, consumer))
+            found[consumer] = _find_normed(measured, consumer, streams, made)
     return found
+
+
+def _find_normed(measured: Measured, consumer: str, streams: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> Join:
+    """Return the join of an output behind which a norm may stand: that of the norm's own output, if an RMSNorm reads it alone."""
+    norm, output = find_norm(measured, consumer), measured.outputs[consumer]
+    relative = output / output.square().mean(-1, keepdim=True).sqrt()
+    readers = [name for name in streams if name in made and torch.equal(streams[name], output)]
+    for name in readers if norm == consumer else ():
+        gain = measured.layer.get_submodule(name)(torch.ones_like(output[None]))[0]
+        is_rms = float((gain * relative - made[name]).norm()) < _UNCHANGED * float(made[name].norm())
+        if is_rms and (match := match_streams(streams, [*streams.values(), made[""]], made[name])):
+            return Join(match[0], scale=match[1], norm=norm, normalizer=name)
+    return Join(norm=norm)
 
 
 def find_norm(measured: Measured, consumer: str) -> str:

@@ -22,6 +22,7 @@ class Join:
     :param scale: factor on the added output, and on the parallel linear's
     :param is_direct: whether the output is added up to that factor; else something nonlinear lies between, a norm for instance
     :param norm: module, the consumer or one around it, whose output a norm rescales before it is added; empty where none does
+    :param normalizer: that norm, whose output is added to ``residual`` times ``scale``; empty where another module lies between
     :param block: for a mixture, and for a module beside it: the module whose output, which contains their sum, is added
     """
 
@@ -30,6 +31,7 @@ class Join:
     scale: float = 1.0
     is_direct: bool = False
     norm: str = ""
+    normalizer: str = ""
     block: str = ""
 
 

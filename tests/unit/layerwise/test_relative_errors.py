@@ -1,5 +1,7 @@
 """Norms behind consumers: an error reaches the stream divided by the RMS of the output, so errors are measured relative to it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.families import make_model
@@ -7,7 +9,8 @@ from helpers.families import make_model
 from eval.coverage import make_config
 from struprune_plugin.allocation.candidates import describe_doubt
 from struprune_plugin.allocation.sensitivity import measure_fisher
-from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.capture import record
+from struprune_plugin.layerwise.dense_reference import TARGETS, DenseReference
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import take_apart
@@ -80,6 +83,37 @@ def test_moments_are_those_of_inputs_and_outputs_divided_by_the_rms():
     torch.testing.assert_close(moments.gram.double(), relative.T @ relative, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(moments.cross.double(), (outputs / rms).T @ relative, rtol=1e-4, atol=1e-4)
     assert float(moments.target_energy) == pytest.approx(outputs.shape[1] * int(kept.sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "glm4", "exaone4"])
+def test_the_norm_itself_is_found(model_type):
+    for group in find_groups(build_tiny(make_config(model_type, 2)), "value_channels"):
+        assert "norm" in group.join.normalizer
+        assert group.join.scale == 1
+
+
+@pytest.mark.parametrize("consumer", ["self_attn.o_proj", "mlp.down_proj"])
+def test_a_target_behind_a_norm_makes_up_for_the_error_of_the_stream(consumer):
+    """All but what lies along the output, which the norm removes, and what is of second order."""
+    model, context = make_model("gemma2"), DeviceContext()
+    ids = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        step = next(iter(stream_layers(model, [{"input_ids": ids}], context, "test")))
+        group = next(group for group in find_groups(model, "value_channels") if group.consumer == consumer)
+        call, reference = step.flows[0].enter(0), DenseReference(TARGETS["residual"], context)
+        with record(step.layer, [group]) as seen:
+            reference.run(step.layer, [group], call, 0)
+            dense = seen.inputs[group.join.residual] + seen.outputs[group.join.normalizer]
+            noise = torch.randn(call.hidden.shape, generator=torch.Generator().manual_seed(2))
+            replace(call, hidden=call.hidden + 1e-4 * noise).run(step.layer, context)
+            stream = seen.read(group)
+        target = reference.find_target(group, stream, 0)
+        norm = step.layer.get_submodule(group.join.normalizer)
+        before, after = (dense - stream.residual - norm(output) for output in (stream.output, target))
+        along = torch.nn.functional.normalize(stream.output, dim=1)
+        errors = [error / stream.gain for error in (before, after)]
+        missed = [error - (error * along).sum(1, keepdim=True) * along for error in errors]
+    assert float(missed[1].norm()) < 0.02 * float(missed[0].norm())
 
 
 def test_outputs_of_zero_count_as_much_as_the_norm_lets_through():

@@ -121,6 +121,12 @@ def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
     owner._parameters[own] = nn.Parameter(new, old.requires_grad)
 
 
+def scale_tensor(layer: nn.Module, name: str, factor: float) -> None:
+    """Multiply a parameter of a layer by a factor."""
+    owner, old = _find_tensor(layer, name)
+    _set_tensor(owner, name, old.float() * factor)
+
+
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
     """Set columns of a dense layer to zero, so that it computes what it does after :func:`slice_group`, in its old shapes."""
     masked = weight.new_zeros(weight.shape[0], group.num_columns + 1)

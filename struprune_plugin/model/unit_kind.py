@@ -190,6 +190,7 @@ class UnitGroup:
     :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
     :param extra_linears: other linears of the module that a method may change; empty where none knows how
     :param tensors: parameters beside the linears with rows that belong to units, as ``producers``
+    :param facts: layout of the module, where its kind needs it when units go
     :param is_coupled: whether a norm over all units lies before the consumer, so that its inputs change as units go
     """
 
@@ -212,6 +213,7 @@ class UnitGroup:
     extra_linears: tuple[str, ...] = ()
     tensors: Producers = field(default_factory=dict)
     is_coupled: bool = False
+    facts: tuple[UnitLayout, ...] = ()
 
     @property
     def name(self) -> str:

@@ -89,7 +89,9 @@ class Pruner:
             changes=True,
             hold_out=config.chooses_dampening,
             num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
-            revisits=config.weight_update.refines or config.importance.revisits,
+            revisits=config.weight_update.refines
+            or config.importance.revisits
+            or any(group.is_coupled for group in groups),
         )
         records, changed, resumes = list[GroupRecord](), False, store is not None
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):

@@ -3,4 +3,4 @@
 They read a layer in this order: what an FFN explains is not taken for the values of attention.
 """
 
-from struprune_plugin.units import ffn, attention, convolution, expert_channels  # noqa: F401, I001
+from struprune_plugin.units import ffn, attention, convolution, recurrent, expert_channels  # noqa: F401, I001

@@ -60,8 +60,8 @@ class ShrinkingUnits(UnitKind):
 def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], UnitGroup]) -> str:
     """Return why a third of a module's units cannot be removed; empty where a model without them equals one with zeros instead.
 
-    Compared are a prompt as a whole, in two pieces, token by token, and padded on the left, the last three with a cache, as far as
-    the dense class runs so.
+    Compared are a prompt as a whole; in two pieces and then token by token with a cache; and padded on the left with a cache;
+    all as far as the dense class runs so.
 
     :param describe: returns the group of units in one of the measured layers
     """
@@ -99,10 +99,7 @@ def pick_two_thirds(group: UnitGroup) -> Tensor:
 def _list_forms() -> Iterator[Callable[[Any, Tensor], Tensor]]:
     """Yield functions that return a model's logits of tokens, each by another way through its code."""
     yield lambda model, tokens: model(input_ids=tokens, use_cache=False).logits
-    yield lambda model, tokens: _run_pieces(
-        model, tokens, [tokens.shape[1] // 2, tokens.shape[1] - tokens.shape[1] // 2]
-    )
-    yield lambda model, tokens: _run_pieces(model, tokens, [3] + [1] * (tokens.shape[1] - 3))
+    yield lambda model, tokens: _run_pieces(model, tokens, [tokens.shape[1] - 12, 9, 1, 1, 1])
     yield _run_padded
 
 

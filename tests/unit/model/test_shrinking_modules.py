@@ -9,19 +9,25 @@ from transformers import AutoModelForCausalLM
 from struprune_plugin.cli import main as cli
 from struprune_plugin.storage.manifest import read_manifest
 
-TYPES = {  # what a tiny model of each type needs, by the kind of its units
-    "convolution": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
+MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+TYPES = {  # kind of units, share that goes, and what a tiny model of the type needs
+    "lfm2": ("convolution", 0.02, {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "qwen3_5_text": ("recurrent_heads", 0.05, DELTA),
+    "bamba": ("recurrent_heads", 0.05, MAMBA),  # a norm over all heads
 }
 
 
 @pytest.fixture(scope="module", params=TYPES)
 def pruned(request, tmp_path_factory):
-    """(kind, dense folder, pruned model in memory, its folder)."""
-    model_type, changes = TYPES[request.param]
-    work = tmp_path_factory.mktemp(model_type)
-    folder = save_model(make_model(model_type, **changes), work / "dense")
-    fields = {"units": [request.param], "sparsity": 0.02, **CHEAP}
-    return request.param, folder, run_oneshot(str(folder), **fields, output_dir=str(work / "out")).eval(), work / "out"
+    """(kind, dense folder, pruned model in memory, its folder, share that went)."""
+    kind, share, changes = TYPES[request.param]
+    work = tmp_path_factory.mktemp(request.param)
+    folder = save_model(make_model(request.param, **changes), work / "dense")
+    fields = {"units": [kind], "sparsity": share, **CHEAP}
+    model = run_oneshot(str(folder), **fields, output_dir=str(work / "out")).eval()
+    return kind, folder, model, work / "out", share
 
 
 @torch.no_grad()
@@ -42,31 +48,31 @@ def count_state(cache):
 
 
 def test_saved_and_loaded_it_gives_the_same_with_a_smaller_cache(pruned):
-    kind, dense, model, out = pruned
+    kind, dense, model, out, _ = pruned
     assert {(group.kind, group.kept < group.num_units) for group in read_manifest(out).groups} == {(kind, True)}
     loaded, whole = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (out, dense))
     tokens = torch.arange(4, 20)[None]
     wanted = model(tokens, use_cache=False).logits
-    torch.testing.assert_close(loaded(tokens, use_cache=False).logits, wanted)
+    torch.testing.assert_close(loaded(tokens, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
     (found, cache), (_, before) = run_with_cache(loaded, tokens), run_with_cache(whole, tokens)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, run_with_cache(model, tokens)[0], rtol=1e-4, atol=1e-4)
     assert 0 < count_state(cache) < count_state(before)
 
 
 def test_it_is_converted_to_the_stock_class_and_pruned_again(pruned, tmp_path):
-    kind, _, model, out = pruned
+    kind, _, model, out, share = pruned
     tokens = torch.arange(4, 20)[None]
     assert cli.main(["convert", str(out), "--to", "uniform-padded", "--output", str(tmp_path / "stock")]) == 0
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     assert type(stock).__module__.startswith("transformers.")
-    torch.testing.assert_close(stock(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
-    again = run_oneshot(str(out), units=[kind], sparsity=0.02, **CHEAP, output_dir=str(tmp_path / "again")).eval()
+    torch.testing.assert_close(stock(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    again = run_oneshot(str(out), units=[kind], sparsity=share, **CHEAP, output_dir=str(tmp_path / "again")).eval()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    torch.testing.assert_close(loaded(tokens).logits, again(tokens).logits)
+    torch.testing.assert_close(loaded(tokens).logits, again(tokens).logits, rtol=1e-4, atol=1e-4)
     assert sum(p.numel() for p in again.parameters()) < sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["convolution", "recurrent_heads"])
 def test_kinds_that_a_model_lacks_are_refused_with_those_that_it_has(kind, save_family, tmp_path):
     with pytest.raises(
         ValueError, match=f"units: must name kinds that 'llama' has, got '{kind}'; it has value_channels, ffn"

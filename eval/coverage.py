@@ -45,7 +45,7 @@ from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import pack_experts, take_apart
 from struprune_plugin.model.groups import find_groups, list_groups
-from struprune_plugin.model.layers import find_linear
+from struprune_plugin.model.layers import count_prunable_parameters, find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
 from struprune_plugin.model.surgery import blank_group, mask_group, read_consumer, read_weight, set_weight
@@ -160,7 +160,7 @@ class Case:
 
         Only :attr:`pruned` takes the default's time. Of mixtures channels go, whose layout is what differs between types.
         """
-        fields = {"experts": "channels", **fields}
+        fields = fields if "units" in fields else {"experts": "channels", **fields}
         try:
             return self.prune_to(sparsity, source, name, **fields)
         except ValueError as error:
@@ -277,7 +277,9 @@ def prune_named(case: Case) -> str:
     if not found:
         return "none"
     kinds = [kind for kind in list_kinds() if kind.kind in found]
-    pruned = case.prune(case.dense, "named", units=kinds, allocation="uniform")
+    held = sum(group.unit_cost * group.num_units for group in list_groups(case.tiny, kinds))
+    share = 0.5 * held / count_prunable_parameters(case.tiny, named=found)  # half of these units
+    pruned = case.prune_to(share, case.dense, "named", units=kinds, allocation="uniform")
     loaded, masked = case.load(case.work / "named"), case.load(case.dense)
     check_close(case.run(loaded), case.run(pruned), "the loaded model differs")
     keep = {record.name: torch.tensor(record.keep) for record in read_manifest(case.work / "named").groups}

@@ -41,13 +41,15 @@ ALGORITHMS: dict[str, Row] = {  # the paper's own, by its names
             weight_update=_ADMM, importance={**_ADMM, "method": "closed_form"}, allocation={"rule": "global_threshold"}
         )
     ),
-    "Asymptotics (Algorithm 2)": Row(spell(weight_update=_ADMM, importance="wanda", allocation={"rule": "softmax"})),
+    "Asymptotics (Algorithm 2)": Row(
+        spell(weight_update=_ADMM, importance="wanda", allocation={"rule": "softmax"}, experts="channels")
+    ),
     "Asymptotics (Algorithm 3)": Row(
-        spell(weight_update=_ADMM, importance="wanda", allocation={"rule": "softmax_inverse"})
+        spell(weight_update=_ADMM, importance="wanda", allocation={"rule": "softmax_inverse"}, experts="channels")
     ),
 }
 OTHERS: dict[str, Row] = {  # the paper's table of other structured methods
-    name + suffix: Row(spell(importance=importance, reconstruct="local", weight_update=update))
+    name + suffix: Row(spell(importance=importance, reconstruct="local", weight_update=update, experts="channels"))
     for name, importance in (("SNIP", "snip"), ("L0", "l0"), ("Magnitude", "magnitude"))
     for suffix, update in (("", "none"), (" (w/ correction)", "least_squares"))
 }

@@ -74,7 +74,7 @@ def test_a_shared_expert_that_keeps_its_channels_is_solved_behind_the_others(upd
     layer = next(i for i, kind in enumerate(model.model.layers) if hasattr(kind.mlp, "shared_experts"))
     before = model.model.layers[layer].mlp.shared_experts.down_proj.weight.clone()
     ids = draw_tokens(model.config, 16, 32, seed=1)
-    fields = {"sparsity": 0.3, **ALONE, "weight_update": update}
+    fields = {"sparsity": 0.3, **ALONE, "weight_update": update, "experts": "channels"}
     data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     model.save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path / "dense")

@@ -99,23 +99,23 @@ def main() -> None:
         plan = plan_trim(source, ranking)
     print(f"ranked in {time.perf_counter() - start:.0f} s; at least {plan.least} rows", flush=True)
     model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
-    found = {
+    scores = {
         source.num_rows: {name: measure_bits(model, tokenizer, text, parsed.window) for name, text in texts.items()}
     }
-    print(found, flush=True)
+    print(scores, flush=True)
     sizes = [float(size) for size in parsed.sizes.split(",")]
     rounded = [round((size * source.num_rows if size < 1 else size) / 64) * 64 for size in sizes]
     for size, smaller in list_sizes(model, plan, rounded):
-        found[size] = {name: measure_bits(model, smaller, text, parsed.window) for name, text in texts.items()}
-        print(size, found[size], flush=True)
-    print(show(plan, found))
+        scores[size] = {name: measure_bits(model, smaller, text, parsed.window) for name, text in texts.items()}
+        print(size, scores[size], flush=True)
+    print(show(plan, scores))
 
 
-def show(plan: TrimPlan, found: dict[int, dict[str, float]]) -> Table:
+def show(plan: TrimPlan, scores: dict[int, dict[str, float]]) -> Table:
     """Return one row per size: share of the whole model, tokens more as estimated, bits per byte and their mean growth."""
-    dense, whole = next(iter(found.values())), plan.estimate(plan.source.num_rows).parameters
+    dense, whole = next(iter(scores.values())), plan.estimate(plan.source.num_rows).parameters
     rows = []
-    for size, bits in found.items():
+    for size, bits in scores.items():
         point = plan.estimate(size)
         growth = sum(bits[name] / dense[name] - 1 for name in dense) / len(dense)
         cells = [f"{value:.4f}" for value in bits.values()]

@@ -31,11 +31,11 @@ from struprune_plugin.vocabulary.trim_plan import check_source, plan_trim
 Bits = Mapping[str, float]
 
 
-def show(found: Mapping[str, tuple[Bits, float]]) -> Table:
+def show(scores: Mapping[str, tuple[Bits, float]]) -> Table:
     """Return one row per way: bits per byte by text, their increase over that of channels alone, seconds."""
-    dense, channels = found["dense"][0], found["channels alone"][0]
+    dense, channels = scores["dense"][0], scores["channels alone"][0]
     table = []
-    for way, (bits, seconds) in found.items():
+    for way, (bits, seconds) in scores.items():
         shares = " / ".join(f"{(bits[name] - dense[name]) / (channels[name] - dense[name]):.2f}" for name in dense)
         table.append(
             [way, *(f"{value:.4f}" for value in bits.values()), shares if way != "dense" else "", f"{seconds:.0f}"]
@@ -52,13 +52,13 @@ def main() -> None:
     parser.add_argument("--effort", default="default")
     parsed = parser.parse_args()
     texts, source = read_scored(parsed), check_source(parsed.model)
-    found: dict[str, tuple[Bits, float]] = {}
+    scores: dict[str, tuple[Bits, float]] = {}
     with tempfile.TemporaryDirectory() as scratch, read_ranking(parsed) as ranking:
         plan = plan_trim(source, replace(ranking, vocabulary=parsed.rows))
         rare = plan_trim(source, replace(ranking, vocabulary=parsed.rows, language=None))
         model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
-        found["dense"] = {n: measure_bits(model, tokenizer, text, parsed.window) for n, text in texts.items()}, 0.0
-        print(found, flush=True)
+        scores["dense"] = {n: measure_bits(model, tokenizer, text, parsed.window) for n, text in texts.items()}, 0.0
+        print(scores, flush=True)
         prunable, whole = count_prunable_parameters(model), plan.estimate(source.num_rows).parameters
         del model
         rest = (parsed.share * whole - (whole - plan.estimate(plan.size).parameters)) / prunable
@@ -70,22 +70,22 @@ def main() -> None:
             ("channels alone", parsed.model, parsed.share * whole / prunable),
         ):
             start = time.perf_counter()
-            own = load_checkpoint(folder)[1] if folder != parsed.model else tokenizer
-            data = make_calibration_dataset(str(ranking.text), own, parsed.num_samples, parsed.window)
+            smaller = load_checkpoint(folder)[1] if folder != parsed.model else tokenizer
+            data = make_calibration_dataset(str(ranking.text), smaller, parsed.num_samples, parsed.window)
             recipe = StruPruneModifier(sparsity=sparsity, effort=parsed.effort)
             options = {"dataset": data, "num_calibration_samples": len(data), "shuffle_calibration_samples": False}
             oneshot(folder, recipe, out, overwrite=True, batch_size=8, **options)
             seconds = time.perf_counter() - start
-            model, own = load_checkpoint(str(out), parsed.dtype)
-            found[way] = {n: measure_bits(model, own, text, parsed.window) for n, text in texts.items()}, seconds
-            print(way, f"{sparsity:.1%} of the linears", found[way], flush=True)
+            model, smaller = load_checkpoint(str(out), parsed.dtype)
+            scores[way] = {n: measure_bits(model, smaller, text, parsed.window) for n, text in texts.items()}, seconds
+            print(way, f"{sparsity:.1%} of the linears", scores[way], flush=True)
             del model
         data = make_calibration_dataset(str(ranking.text), tokenizer, parsed.num_samples, parsed.window)
         result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), rest, rare.kept)
-        for _, own in list_sizes(result.model, rare, [rare.size]):
-            bits = {n: measure_bits(result.model, own, text, parsed.window) for n, text in texts.items()}
-            found["COMPACT"] = bits, result.seconds
-        print(show(found))
+        for _, smaller in list_sizes(result.model, rare, [rare.size]):
+            bits = {n: measure_bits(result.model, smaller, text, parsed.window) for n, text in texts.items()}
+            scores["COMPACT"] = bits, result.seconds
+        print(show(scores))
 
 
 if __name__ == "__main__":

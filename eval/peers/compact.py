@@ -46,15 +46,15 @@ def prune_compact(
     calls = record_calls(model, windows, batch_size)
     hidden = [call.hidden for call in calls]
     for name, layer in find_decoder_layers(model):
-        own = [group for group in groups if group.layer_name == name]
-        scores = {group.name: torch.zeros(group.num_units, dtype=torch.float64) for group in own}
-        with record(layer, own) as seen:
+        members = [group for group in groups if group.layer_name == name]
+        scores = {group.name: torch.zeros(group.num_units, dtype=torch.float64) for group in members}
+        with record(layer, members) as seen:
             for index, (call, mask) in enumerate(zip(calls, masks, strict=True)):
                 hidden[index] = run_again(call, layer, hidden[index]).cpu()
-                for group in own:
+                for group in members:
                     inputs = seen.read(group).inputs.double().cpu().reshape(len(mask), -1)
                     scores[group.name] += (inputs.square() * mask[:, None]).sum(0)
-        for group in own:
+        for group in members:
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])
             slice_group(layer, group, keep, read_consumer(layer, group)[:, with_bias_index(keep, group.num_columns)])
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)

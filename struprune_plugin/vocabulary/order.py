@@ -55,14 +55,14 @@ def order_tokens(
 
 def grow_counts(order: Sequence[int], parts: Parts, counts: Mapping[int, float]) -> list[float]:
     """Return, after each token that goes in an order, the tokens more that a text takes: an upper bound, which BPE may beat."""
-    left, total, found = defaultdict[int, float](float, counts), 0.0, []
+    left, total, growth = defaultdict[int, float](float, counts), 0.0, []
     for token in order:
         pieces = parts[token] or ()
         total += left[token] * max(len(pieces) - 1, 1)
         for part in pieces:
             left[part] += left[token]
-        found.append(total)
-    return found
+        growth.append(total)
+    return growth
 
 
 def find_script(text: str) -> str:

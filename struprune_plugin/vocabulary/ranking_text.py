@@ -45,14 +45,14 @@ def read_words(language: str | None, words: Path | None) -> dict[str, float]:
     if words is not None:
         try:
             lines = [line.split() for line in words.read_text(encoding="utf-8").splitlines() if line.strip()]
-            found = {line[0]: float(line[1]) if len(line) > 1 else 1.0 for line in lines}
+            counts = {line[0]: float(line[1]) if len(line) > 1 else 1.0 for line in lines}
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"words: {words} must hold one word, or a word and its count, per line in UTF-8, got: {error}. Correct the file."
             ) from None
-        if not found:
+        if not counts:
             raise ValueError(f"words: {words} must hold at least one word, got none. Choose another file.")
-        return found
+        return counts
     if language is None:
         return {}
     try:
@@ -99,8 +99,8 @@ def count_ranks(known: Iterable[int], total: float) -> dict[int, float]:
 def list_template_texts(template: Any) -> list[str]:
     """Return what chat templates write by themselves: their text outside of Jinja's braces, and what is in quotes."""
     several = template.values() if isinstance(template, dict) else [template or ""]
-    found = []
+    texts = []
     for one in several:
-        found.append(re.sub(r"\{[%{#].*?[%}#]\}", "\n", one, flags=re.DOTALL))
-        found += ["".join(groups).replace("\\n", "\n") for groups in _QUOTED.findall(one)]
-    return found
+        texts.append(re.sub(r"\{[%{#].*?[%}#]\}", "\n", one, flags=re.DOTALL))
+        texts += ["".join(groups).replace("\\n", "\n") for groups in _QUOTED.findall(one)]
+    return texts

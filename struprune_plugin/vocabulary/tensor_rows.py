@@ -65,19 +65,21 @@ def find_row_tensors(config: PretrainedConfig, custom: Any = None) -> dict[str, 
         old = torch.tensor(plain)[drawn]
         run = TinyRun(large, old)
         with torch.no_grad():
-            found = run.forward(other, torch.tensor([new_ids[number] for number in plain])[drawn])
+            smaller = run.forward(other, torch.tensor([new_ids[number] for number in plain])[drawn])
             logits = run()
-        told = run.describe_difference(found[..., : len(kept)], logits[..., [k for k in kept if k < logits.shape[-1]]])
-        if told:
-            raise ValueError(f"logits of kept tokens differ by {told}")
+        difference = run.describe_difference(
+            smaller[..., : len(kept)], logits[..., [k for k in kept if k < logits.shape[-1]]]
+        )
+        if difference:
+            raise ValueError(f"logits of kept tokens differ by {difference}")
         return changed
 
     try:
         return prove_once("rows per token", custom or type(config), config, prove)
     except Exception as error:  # the class may raise errors of many kinds
-        told = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"model: the logits of {config.model_type} must stay the same without some rows, got: {told}. Prune it without "
+            f"model: the logits of {config.model_type} must stay the same without some rows, got: {reason}. Prune it without "
             "trimming its vocabulary."
         ) from None
 
@@ -89,24 +91,24 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     """
     index = folder / INDEX
     files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [SINGLE]
-    found = {}
+    tensors = {}
     for name in files:
         try:
             with (folder / name).open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
-            for tensor, entry in header.items():
-                if tensor != "__metadata__":
+            for tensor_name, entry in header.items():
+                if tensor_name != "__metadata__":
                     start, end = entry["data_offsets"]
-                    found[tensor] = Stored(entry["dtype"], entry["shape"], name, 8 + length + start, end - start)
-            if max(t.start + t.size for t in found.values() if t.file == name) != (folder / name).stat().st_size:
+                    tensors[tensor_name] = Stored(entry["dtype"], entry["shape"], name, 8 + length + start, end - start)
+            if max(t.start + t.size for t in tensors.values() if t.file == name) != (folder / name).stat().st_size:
                 raise ValueError("it is not whole")
         except (OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
             raise ValueError(
                 f"model: {folder / name} must be a whole safetensors file, got: {str(error)[:200]}. Copy it again, or load the "
                 "model with transformers and save it with save_pretrained."
             ) from None
-    return found
+    return tensors
 
 
 def match_rows(stored: Mapping[str, Stored], known: Mapping[str, bool], rows: int) -> list[str]:
@@ -122,25 +124,25 @@ def match_rows(stored: Mapping[str, Stored], known: Mapping[str, bool], rows: in
 
     ends = {end(name, 2) for name, is_row in known.items() if is_row}
     others = {end(name, 3) for name, is_row in known.items() if not is_row}
-    found = [name for name in stored if known.get(name, end(name, 2) in ends)]
+    with_rows = [name for name in stored if known.get(name, end(name, 2) in ends)]
     strange = [
         name
         for name, tensor in stored.items()
-        if name not in found and rows in tensor.shape and name not in known and end(name, 3) not in others
+        if name not in with_rows and rows in tensor.shape and name not in known and end(name, 3) not in others
     ]
-    packed = [name for name in found if stored[name].dtype not in ("F64", "F32", "F16", "BF16")]
+    packed = [name for name in with_rows if stored[name].dtype not in ("F64", "F32", "F16", "BF16")]
     packed += [name for name in strange if name.rpartition(".")[0] in {one.rpartition(".")[0] for one in known}]
     if packed:
         raise ValueError(
             f"model: {packed[0]} must not be quantised, got {stored[packed[0]].dtype}. Trim the full-precision model, and "
             "quantise afterwards."
         )
-    if strange or not found:
+    if strange or not with_rows:
         raise ValueError(
             f"model: tensors with {rows} rows must be those of its class, got {strange[0] if strange else 'none of them'}. "
             "Load the model with transformers and save it, which leaves out what its class does not read."
         )
-    return found
+    return with_rows
 
 
 def copy_tensors(
@@ -152,10 +154,10 @@ def copy_tensors(
     :param kept: sorted old ids
     """
     for file in sorted({tensor.file for tensor in stored.values()}):
-        own = {name: tensor for name, tensor in stored.items() if tensor.file == file}
+        in_file = {name: tensor for name, tensor in stored.items() if tensor.file == file}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         stays, place = {}, 0
-        for name, tensor in own.items():
+        for name, tensor in in_file.items():
             shape, size = tensor.shape, tensor.size
             if name in rows:
                 stays[name] = np.array(kept[: bisect_left(kept, shape[0])])
@@ -166,7 +168,7 @@ def copy_tensors(
         text += b" " * (-len(text) % 8)
         with (source / file).open("rb") as read, (target / file).open("wb") as write:
             write.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in own.items():
+            for name, tensor in in_file.items():
                 if name not in stays:
                     read.seek(tensor.start)
                     for start in range(0, tensor.size, _CHUNK):

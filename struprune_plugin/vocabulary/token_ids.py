@@ -22,9 +22,9 @@ _SIZES = ("vocab_size", "padded_vocab_size", "unpadded_vocab_size", "vocab_size_
 def read_settings(folder: Path, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """Return the contents of a folder's configuration files by name; ids and sizes that the class fills in are in config.json."""
     files = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*config*.json"))}
-    found = {name: content for name, content in files.items() if isinstance(content, dict)}
-    _fill(found["config.json"], config)
-    return found
+    settings = {name: content for name, content in files.items() if isinstance(content, dict)}
+    _fill(settings["config.json"], config)
+    return settings
 
 
 def _fill(content: dict[str, Any], config: Any) -> None:
@@ -71,18 +71,18 @@ def renumber(node: Any, new_ids: Mapping[int, int]) -> Any:
 
     if not isinstance(node, dict):
         return node
-    made: dict[Any, Any] = {}
+    renumbered: dict[Any, Any] = {}
     for key, value in node.items():
         name = str(key)
         if name == _DECODER:
-            made[key] = {str(new_ids[int(old)]): token for old, token in value.items() if int(old) in new_ids}
+            renumbered[key] = {str(new_ids[int(old)]): token for old, token in value.items() if int(old) in new_ids}
         elif name == _POSITIONS:
-            made[key] = value and [[place, change(number)] for place, number in value]
+            renumbered[key] = value and [[place, change(number)] for place, number in value]
         elif _DROPPED.match(name) and isinstance(value, list):
-            made[key] = [new_ids[number] for number in value if number in new_ids]
+            renumbered[key] = [new_ids[number] for number in value if number in new_ids]
         else:
-            made[key] = change(value) if _NAMES.search(name) else renumber(value, new_ids)
-    return made
+            renumbered[key] = change(value) if _NAMES.search(name) else renumber(value, new_ids)
+    return renumbered
 
 
 def change_sizes(content: dict[str, Any], rows: int, resize: Callable[[int], int]) -> dict[str, Any]:
@@ -92,20 +92,20 @@ def change_sizes(content: dict[str, Any], rows: int, resize: Callable[[int], int
     :param resize: returns how many of the first ids stay
     :raises ValueError: a size or an offset of the vocabulary that nobody knows
     """
-    made: dict[str, Any] = {}
+    resized: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, dict):
-            made[name] = change_sizes(value, rows, resize)
+            resized[name] = change_sizes(value, rows, resize)
         elif name in _SIZES and isinstance(value, int):
-            made[name] = resize(value) if value == rows or name != "vocab_size" else value
+            resized[name] = resize(value) if value == rows or name != "vocab_size" else value
         elif "vocab" in str(name) and isinstance(value, int) and not isinstance(value, bool):
             raise ValueError(
                 f"config.json: {name} must be a size of the vocabulary that trimming knows ({', '.join(_SIZES)}), got "
                 f"{value}. Prune this model without trimming."
             )
         else:
-            made[name] = value
-    return made
+            resized[name] = value
+    return resized
 
 
 def resize_config(

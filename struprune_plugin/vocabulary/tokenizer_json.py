@@ -49,9 +49,11 @@ class TokenizerJson:
     def tokens(self) -> dict[int, str]:
         """Texts of all tokens by id, as the file holds them; those added have the ids that the library gives them."""
         model = self.content["model"]
-        own = model["vocab"].items() if model["type"] == "BPE" else ((p, n) for n, (p, _) in enumerate(model["vocab"]))
+        pieces = (
+            model["vocab"].items() if model["type"] == "BPE" else ((p, n) for n, (p, _) in enumerate(model["vocab"]))
+        )
         added = {content: self.backend.token_to_id(content) for content in self.added}
-        return {number: text for text, number in own} | {number: text for text, number in added.items()}
+        return {number: text for text, number in pieces} | {number: text for text, number in added.items()}
 
     @cached_property
     def added(self) -> list[str]:
@@ -119,10 +121,10 @@ class TokenizerJson:
                 return () if whole else None
             last: tuple[str, ...] = ()
             while len(parts) > 1:
-                found = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(pairwise(parts)))
-                if found[0] == len(ranks):  # it is not what BPE makes of its characters
+                first = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(pairwise(parts)))
+                if first[0] == len(ranks):  # it is not what BPE makes of its characters
                     return tuple(self.ids[part] for part in parts) if whole else None
-                at = found[1]
+                at = first[1]
                 last = (parts[at], parts[at + 1])
                 parts[at : at + 2] = ["".join(last)]
             return tuple(self.ids[part] for part in last)
@@ -216,11 +218,11 @@ def read_tokenizer_json(folder: Path) -> TokenizerJson:
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):  # the library fails on wrong ones
         if model.get(name):
             raise ValueError(f"tokenizer: must have no {name}, got {model[name]!r}. {remedy}")
-    found = TokenizerJson(content, text)
+    tokenizer = TokenizerJson(content, text)
     try:
-        found.backend  # noqa: B018  (the library reads it)
+        tokenizer.backend  # noqa: B018  (the library reads it)
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
             f"tokenizer: {file} must be a readable tokenizer, got: {shorten_error(error)}. Copy it again."
         ) from None
-    return found
+    return tokenizer

@@ -124,9 +124,9 @@ def _check_tokenizer(plan: TrimPlan, folder: Path, new_ids: dict[int, int]) -> N
     """Raise if the written tokenizer gives a token another id, or the held-out text another content."""
     source, written = plan.source, load_tokenizer(folder, trust_remote_code=False)
     wanted = {source.tokenizer.tokens[old]: new for old, new in new_ids.items()}
-    found = written.get_vocab()
-    wrong = [token for token, number in wanted.items() if found.get(token) not in (number, None)]
-    wrong += [*(found.keys() ^ wanted.keys())]
+    ids = written.get_vocab()
+    wrong = [token for token, number in wanted.items() if ids.get(token) not in (number, None)]
+    wrong += [*(ids.keys() ^ wanted.keys())]
     for text in () if wrong else plan.held_out:
         decoded = [each.decode(each(text, add_special_tokens=False).input_ids) for each in (source.loaded, written)]
         wrong += [decoded[1]] if decoded[0] != decoded[1] else []

@@ -188,7 +188,7 @@ def plan_trim(source: Source, ranking: Ranking) -> TrimPlan:
     held = tokenizer.count(held_out)
     if not counts or not held:
         raise ValueError(f"text: {os.fspath(ranking.text)!r} must hold tokens of the model, got none. Give more text.")
-    parts = {number: found for number, found in tokenizer.find_parts().items() if number < num_rows}
+    parts = {number: pieces for number, pieces in tokenizer.find_parts().items() if number < num_rows}
     parts |= dict.fromkeys(source.dropped)
     scripts, total = {number: find_script(tokenizer.show(number)) for number in parts}, counts.total()
     counts.update(count_words(tokenizer, words, total))
@@ -216,9 +216,9 @@ def _choose_size(plan: TrimPlan, ranking: Ranking) -> int:
             for size in range(plan.least, min(most, rows - 1) + 1, MULTIPLE)
             if plan.estimate(size).tokens_more * BITS_PER_TOKEN <= ranking.limit
         )
-        if (found := next(fits, None)) is None:
+        if (smallest := next(fits, None)) is None:
             raise ValueError(f"limit: must let some rows go, got {ranking.limit}, which keeps all {rows}. Raise it.")
-        return found
+        return smallest
     asked = wanted * rows if wanted <= 1 else wanted
     size = min(_round(asked), most)
     if asked >= rows or size == rows:

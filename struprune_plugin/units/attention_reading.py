@@ -89,10 +89,10 @@ def _list_widths(measured: Measured, linears: list[str]) -> Iterator[tuple[str, 
     """Yield (module, attribute, value) of the attributes of linears' modules that may be the width of a head's values."""
     for name in dict.fromkeys(linear.rpartition(".")[0] for linear in linears):
         values = vars(measured.layer.get_submodule(name))
-        known = {own: value for own, value in values.items() if type(value) is int and value > 1}
-        for own in dict.fromkeys([*_WIDTH_NAMES, *(own for own in known if "head" in own)]):
-            if own in known:
-                yield name, own, known[own]
+        known = {attribute: value for attribute, value in values.items() if type(value) is int and value > 1}
+        for attribute in dict.fromkeys([*_WIDTH_NAMES, *(attribute for attribute in known if "head" in attribute)]):
+            if attribute in known:
+                yield name, attribute, known[attribute]
 
 
 def _find_shared(measured: Measured, consumer: str, labels: Labels, heads: int) -> Labels:
@@ -101,14 +101,14 @@ def _find_shared(measured: Measured, consumer: str, labels: Labels, heads: int) 
     beside = {name.rpartition(".")[0] for name, rows in labels.items() if rows[0][0] == "value"}
     parts = {part for rows in labels.values() for part, _ in rows}
     wide = {len(rows) // heads for rows in labels.values() if {part for part, _ in rows} == {"query"}}
-    found: Labels = {}
+    shared: Labels = {}
     for (name, second), coupling in measured.couplings.items():
         part: str = "key" if coupling.later.any() else "query"
         size = len(coupling.reached)
         is_beside = second == consumer and name.rpartition(".")[0] in beside and name not in labels
         if is_beside and part not in parts and (size in wide if wide else heads == 1):
-            found[name] = [(part, -1)] * size
-    return found if len({rows[0][0] for rows in found.values()}) == len(found) else {}
+            shared[name] = [(part, -1)] * size
+    return shared if len({rows[0][0] for rows in shared.values()}) == len(shared) else {}
 
 
 def _label_rows(coupling: Coupling, repeats: int, width: int) -> list[tuple[str, int]]:
@@ -138,12 +138,12 @@ def list_channel_rows(measured: Measured, attention: AttentionLayout, width: int
         labels = {name: _label_rows(coupling, repeats, width) for name, coupling in couplings.items()}
         if _lay_out(labels, heads, repeats, width):
             break
-    found: list[tuple[str, str, Tensor]] = []
+    channels: list[tuple[str, str, Tensor]] = []
     for name, rows in labels.items():
         for part in ("value", "gate"):
             indices = [index for index, row in enumerate(rows) if row[0] == part]
-            found += [(name, part, torch.tensor(indices).view(-1, width))] if indices else []  # type: ignore[list-item]
-    return found
+            channels += [(name, part, torch.tensor(indices).view(-1, width))] if indices else []  # type: ignore[list-item]
+    return channels
 
 
 def _lay_out(
@@ -193,9 +193,9 @@ def is_plain(measured: Measured, attention: AttentionLayout) -> bool:
         return False
     logits = states["query"] @ states["key"].mT * getattr(module, "scaling", width**-0.5)
     unseen = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    given = (logits.masked_fill(unseen, -torch.inf).softmax(-1) @ states["value"]).transpose(0, 1)
+    output = (logits.masked_fill(unseen, -torch.inf).softmax(-1) @ states["value"]).transpose(0, 1)
     wanted = measured.inputs[attention.output]
-    return torch.allclose(given.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
+    return torch.allclose(output.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
 
 
 def prove_values(attention: AttentionLayout, measured: Measured, run: TinyRun) -> tuple[str, AttentionLayout]:

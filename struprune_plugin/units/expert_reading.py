@@ -56,7 +56,7 @@ def find_experts(
     except Exception as error:  # any error of llm-compressor on a class that it supports wrongly
         problem = f"llm-compressor cannot split the experts into linears ({type(error).__name__})"
         return [replace(layout, unprunable={**layout.unprunable, "experts": problem}) for layout in layouts]
-    found = []
+    extended = []
     for kind, layout in zip(kinds, layouts, strict=True):
         for name, members in list(list_experts(kind.layer))[:1]:
             try:
@@ -71,8 +71,8 @@ def find_experts(
                 layout = replace(layout, units=[*units, experts])
             except ValueError as error:
                 layout = replace(layout, unprunable={**layout.unprunable, name: str(error)})
-        found.append(layout)
-    return found
+        extended.append(layout)
+    return extended
 
 
 def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyRun) -> ExpertsLayout:
@@ -123,10 +123,10 @@ def _find_direct_join(kind: Measured, name: str, length: int) -> Join | None:
     scale = float((added * change).sum() / added.square().sum())
     if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
         return None
-    streams, made = record_streams(kind, length)
+    streams, returned = record_streams(kind, length)
     block = name
     while block:  # the smallest block of which a stream plus its output times a factor is the layer's output
-        if block in made and (match := match_streams(streams, [made[""]], made[block])):
+        if block in returned and (match := match_streams(streams, [returned[""]], returned[block])):
             is_same = abs(match[1] - scale) < _EXACT * abs(scale)
             return Join(match[0], scale=match[1], is_direct=True, block=block) if is_same else None
         block = block.rpartition(".")[0]

@@ -70,6 +70,6 @@ def _read_routing(
     if repair is not None:
         energy = weights.float().square().sum(1)[token]
         factor, shares = weight * repair.factors[token], weight / energy.clamp(min=1e-12)
-    sizes = [sum(own) for own in counts]
+    sizes = [sum(per_sequence) for per_sequence in counts]
     parts = (rows.split(sizes), token.split(sizes), factor.split(sizes), counts, shares.split(sizes))
     return list(zip(*parts, strict=True))

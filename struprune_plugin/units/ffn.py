@@ -113,8 +113,8 @@ def _find_activation(measured: Measured, ffn: FFNLayout) -> FFNLayout:
     named = [value for value in values if isinstance(value, str) and value in ACT2FN]
     for name in dict.fromkeys([*named, *_ACTIVATIONS]) if len(parts) <= 2 else ():
         for first, second in ((parts[0], parts[-1]), (parts[-1], parts[0])):
-            given = ACT2FN[name](first[1]) * (second[1] if len(parts) == 2 else 1)
-            if torch.allclose(given.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5):
+            activated = ACT2FN[name](first[1]) * (second[1] if len(parts) == 2 else 1)
+            if torch.allclose(activated.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5):
                 order = dict.fromkeys((first[0], second[0]))
                 fused_wrong = len(order) == 1 and first is not parts[0]
                 producers = {producer: ffn.producers[producer] for producer in order}

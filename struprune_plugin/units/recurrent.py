@@ -86,30 +86,30 @@ class RecurrentHeads(ShrinkingUnits):
         return f"{unit.output}: {group.num_units} {self.label} of {group.columns_per_unit} channels"
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-        unit = next(own for own in group.facts if isinstance(own, RecurrentLayout))
+        unit = next(fact for fact in group.facts if isinstance(fact, RecurrentLayout))
         for name in unit.scaled:
             _write(layer, name, _read(layer, name) * num_keep // group.num_units)
         for name, tensor in unit.rows.items():
-            owner, _, own = tensor.rpartition(".")
-            _write(layer, name, len(layer.get_submodule(owner)._parameters[own]))  # type: ignore[arg-type]
+            owner, _, last = tensor.rpartition(".")
+            _write(layer, name, len(layer.get_submodule(owner)._parameters[last]))  # type: ignore[arg-type]
         for eps, weight in unit.norms.items():  # the same function of fewer channels: zeros no longer count in the mean
             _write(layer, eps, _read(layer, eps) * group.num_units / num_keep)
             scale_tensor(layer, weight, math.sqrt(group.num_units / num_keep))
 
 
 def _read(layer: nn.Module, name: str) -> Any:
-    owner, _, own = name.rpartition(".")
-    return getattr(layer.get_submodule(owner), own)
+    owner, _, last = name.rpartition(".")
+    return getattr(layer.get_submodule(owner), last)
 
 
 def _write(layer: nn.Module, name: str, value: float) -> None:
-    owner, _, own = name.rpartition(".")
-    setattr(layer.get_submodule(owner), own, value)
+    owner, _, last = name.rpartition(".")
+    setattr(layer.get_submodule(owner), last, value)
 
 
 def _list_vectors(module: nn.Module) -> list[str]:
     """Return the names of a module's own parameters with one entry per head, or so it may be."""
-    return [name for name, own in module.named_parameters(recurse=False) if own.dim() == 1 and len(own) > 1]
+    return [name for name, vector in module.named_parameters(recurse=False) if vector.dim() == 1 and len(vector) > 1]
 
 
 def _measure_alone(measured: Measured, owner: str, consumer: str) -> Measured | None:
@@ -149,16 +149,16 @@ def _read_heads(measured: Measured, inner: Measured, owner: str, consumer: str) 
     last = consumer.removeprefix(f"{owner}.")
     couplings = {first: coupling for (first, second), coupling in inner.couplings.items() if second == last}
     columns = measured.inputs[consumer].shape[-1]
-    found = _find_blocks([coupling.reached for coupling in couplings.values()], columns)
-    if not found or not any(coupling.later.any() for coupling in couplings.values()):
+    blocks = _find_blocks([coupling.reached for coupling in couplings.values()], columns)
+    if not blocks or not any(coupling.later.any() for coupling in couplings.values()):
         return None
-    count, heads = columns // max(found), columns // min(found)
+    count, heads = columns // max(blocks), columns // min(blocks)
     segments = {name: _split_rows(coupling.reached, count, heads) for name, coupling in couplings.items()}
     if not all(segments.values()):
         return None
     module = measured.layer.get_submodule(owner)
     sizes = {_COLUMN: columns, _ENTRY: heads}
-    every = [segment for own in segments.values() for segment in own]
+    every = [segment for several in segments.values() for segment in several]
     tensors = _find_tensors(module, every, sizes)
     if ("entry",) not in tensors.values():
         return None
@@ -171,13 +171,13 @@ def _read_heads(measured: Measured, inner: Measured, owner: str, consumer: str) 
 
     norms: dict[str, str] = {}
     if _is_coupled(measured, {f"{owner}.{name}" for name in segments}, consumer, count):
-        for part, own, _ in _list_eps(module):
+        for part, eps, _ in _list_eps(module):
             name = next(name for name, each in module.named_modules() if each is part)
             if tensors.get(f"{name}.weight") == (_COLUMN,):
-                norms[f"{owner}.{name}.{own}"] = f"{owner}.{name}.weight"
+                norms[f"{owner}.{name}.{eps}"] = f"{owner}.{name}.weight"
     return RecurrentLayout(
         kind="recurrent_heads",
-        producers=place({name: tuple(part for part, _ in own) for name, own in segments.items()}),
+        producers=place({name: tuple(part for part, _ in several) for name, several in segments.items()}),
         output=consumer,
         tensors=place(tensors),
         counter=f"{owner}.{counts[0]}",
@@ -236,7 +236,7 @@ def _find_tensors(
     module: nn.Module, segments: Sequence[tuple[Part, int]], sizes: Mapping[Part, int]
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of tensors with as many rows as heads, as columns, or as a run of segments."""
-    linears, found = list_linears(module), dict[str, tuple[Part, ...]]()
+    linears, tensors = list_linears(module), dict[str, tuple[Part, ...]]()
     runs: dict[int, tuple[Part, ...]] = {}
     for start in range(len(segments)):
         for end in range(start + 2, len(segments) + 1):
@@ -246,8 +246,8 @@ def _find_tensors(
     known = runs | {rows: (part,) for part, rows in sizes.items()}
     for name, tensor in module.named_parameters():
         if name.rpartition(".")[0] not in linears and len(tensor) in known:
-            found[name] = known[len(tensor)]
-    return found
+            tensors[name] = known[len(tensor)]
+    return tensors
 
 
 def _find_numbers(
@@ -259,15 +259,15 @@ def _find_numbers(
     heads: int,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the attributes that are proportional to the number of units, its own first, and those that count a tensor's rows."""
-    own = {name: value for name, value in read_numbers(module).items() if type(value) is int}
+    integers = {name: value for name, value in read_numbers(module).items() if type(value) is int}
     counts = [
         n
-        for n, v in own.items()
+        for n, v in integers.items()
         if v == count and ("head" in n or "group" in n) and not {"dim", "size"} & {*n.split("_")}
     ]
-    more = [n for n, v in own.items() if v == heads != count and "head" in n and "dim" not in n]
+    more = [n for n, v in integers.items() if v == heads != count and "head" in n and "dim" not in n]
     widths = {columns, *(rows for part, rows in segments if part == _KEY)}
-    sizes = {name: value for name, value in own.items() if not any(word in name for word in _NOT_SIZES)}
+    sizes = {name: value for name, value in integers.items() if not any(word in name for word in _NOT_SIZES)}
     more += [name for name, value in sizes.items() if value in widths and name not in (*counts, *more)]
     rows: dict[str, str] = {}
     for tensor, parts in tensors.items():

@@ -47,12 +47,12 @@ class ShrinkingUnits(UnitKind):
                 yield self.describe_group(unit, layer)
 
     def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
-        found = {unit.kind: unit for _, layout in layers for unit in layout.units}
-        if self.kind not in found:
-            told = dict.fromkeys(reason for _, layout in layers for reason in layout.unprunable.values())
+        kinds = {unit.kind: unit for _, layout in layers for unit in layout.units}
+        if self.kind not in kinds:
+            reasons = dict.fromkeys(reason for _, layout in layers for reason in layout.unprunable.values())
             raise ValueError(
-                f"units: must name kinds that {model_type!r} has, got {self.kind!r}; it has {', '.join(found)}"
-                f"{''.join(f'; {reason}' for reason in told)}. Remove {self.kind!r}."
+                f"units: must name kinds that {model_type!r} has, got {self.kind!r}; it has {', '.join(kinds)}"
+                f"{''.join(f'; {reason}' for reason in reasons)}. Remove {self.kind!r}."
             )
 
 
@@ -82,10 +82,10 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
         except Exception:  # stock code that does not run in this form
             continue
         try:
-            found = form(sliced, run.tokens)
+            logits = form(sliced, run.tokens)
         except Exception as error:  # any error of a module that relies on its width
             return f"the module does not run at another width ({type(error).__name__})"
-        if replace(run, model=masked, forward=form).describe_difference(found, wanted):
+        if replace(run, model=masked, forward=form).describe_difference(logits, wanted):
             return "removing its rows changes more than zeros in their place do"
     return ""
 
@@ -107,10 +107,10 @@ def _run_pieces(model: Any, tokens: Tensor, sizes: list[int], mask: Tensor | Non
     cache, logits, seen = None, list[Tensor](), 0
     for piece in tokens.split(sizes, 1):
         seen += piece.shape[1]
-        told = {} if mask is None else {"attention_mask": mask[:, :seen]}
-        made = model(input_ids=piece, past_key_values=cache, use_cache=True, **told)
-        cache = made.past_key_values
-        logits.append(made.logits)
+        masks = {} if mask is None else {"attention_mask": mask[:, :seen]}
+        output = model(input_ids=piece, past_key_values=cache, use_cache=True, **masks)
+        cache = output.past_key_values
+        logits.append(output.logits)
     return torch.cat(logits, 1)
 
 

@@ -22,14 +22,14 @@ class Call:
     """One call of a module on :data:`COPIES` copies of one sequence.
 
     :param args: positional arguments; the hidden states come first, or are in ``kwargs``
-    :param given: copy of its hidden states, since later code may write to them
+    :param hidden: copy of its hidden states, since later code may write to them
     :param output: what it returned, a copy where it is a tensor; None while it runs
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str = ""
-    given: Any = None
+    hidden: Any = None
     output: Any = None
 
     def run(self, module: nn.Module) -> Any:
@@ -116,19 +116,19 @@ def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
     with watch(layers[0], list_linears(layers[0])) as calls:
         call.run(layers[0])
     times = Counter(each.name for each in calls)
-    once = [each for each in calls if times[each.name] == 1 and is_whole(each.given, length)]
+    once = [each for each in calls if times[each.name] == 1 and is_whole(each.hidden, length)]
     once = [each for each in once if isinstance(each.output, Tensor)]  # a router returns several
-    inputs = {each.name: split_copies(each.given, length)[0] for each in once}
+    inputs = {each.name: split_copies(each.hidden, length)[0] for each in once}
     outputs = {each.name: split_copies(each.output, length)[0] for each in once}
-    found: dict[tuple[str, str], Coupling] = {}
+    couplings: dict[tuple[str, str], Coupling] = {}
     for place, name in enumerate(inputs):
         after, third = {other: inputs[other] for other in [*inputs][place + 1 :]}, len(outputs[name]) // 3
         everywhere = _disturb(layers[0], call, name, outputs[name], after, slice(None))
         at_one = _disturb(layers[0], call, name, outputs[name], after, slice(third, third + 1))
         for other in after:
             if everywhere[other][0].any():
-                found[name, other] = Coupling(everywhere[other][0], at_one[other][1])
-    return Measured(layers, call, inputs, outputs, found)
+                couplings[name, other] = Coupling(everywhere[other][0], at_one[other][1])
+    return Measured(layers, call, inputs, outputs, couplings)
 
 
 def _disturb(
@@ -141,7 +141,7 @@ def _disturb(
     length, rows = output.shape
     size = 2 * output.abs().max() + 0.1  # large enough to activate channels that an activation function holds at zero
     signs = torch.where(torch.arange(length) % 2 == 0, 1.0, -1.0).to(output)
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {other: [] for other in after}
+    changes: dict[str, list[tuple[Tensor, Tensor]]] = {other: [] for other in after}
     for start in range(0, rows if after else 0, COPIES):
         count = min(COPIES, rows - start)
         change = output.new_zeros(COPIES, length, rows)
@@ -154,12 +154,12 @@ def _disturb(
         with watch(layer, after) as calls, ExitStack() as stack:
             stack.callback(layer.get_submodule(name).register_forward_hook(hook).remove)
             call.run(layer)
-        seen = {each.name: each.given for each in calls}
+        seen = {each.name: each.hidden for each in calls}
         for other, dense in after.items():
             if is_whole(seen.get(other), length):
                 moved = (split_copies(seen[other], length)[:count] - dense).abs()
                 moved = moved > _FAINT * (dense.abs().mean() + 1e-3)
             else:  # the linear now reads other tokens
                 moved = torch.ones(count, *dense.shape, dtype=torch.bool)
-            found[other].append((moved.any(1), moved[:, tokens.stop or length :].any(1)))
-    return {other: tuple(map(torch.cat, zip(*parts, strict=True))) for other, parts in found.items()}  # type: ignore[misc]
+            changes[other].append((moved.any(1), moved[:, tokens.stop or length :].any(1)))
+    return {other: tuple(map(torch.cat, zip(*parts, strict=True))) for other, parts in changes.items()}  # type: ignore[misc]

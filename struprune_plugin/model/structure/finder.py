@@ -76,9 +76,9 @@ def _measure_structure(model: Any) -> Structure:
 
     counts = Counter(identity for layer in layers for identity in {id(p) for p in layer.parameters()})
     shared = {identity for identity, count in counts.items() if count > 1}
-    measured = [measure([layers[i] for i in alike], calls[alike[0]], _TOKENS) for alike in kinds.values()]
+    measured = [measure([layers[i] for i in places], calls[places[0]], _TOKENS) for places in kinds.values()]
     layouts = [_find_units(each, shared, run) for each in measured]
-    kind_of = {index: kind for kind, alike in enumerate(kinds.values()) for index in alike}
+    kind_of = {index: kind for kind, places in enumerate(kinds.values()) for index in places}
     for unit_kind in list_kinds():
         layouts = unit_kind.extend(model, measured, layouts, _TOKENS, run)
     num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
@@ -118,12 +118,12 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
         else:
             proved.append(module)
     joins: dict[str, Join] = {}
-    for own in (
+    for joined in (
         proved,
         [module for module in proved if not module.by_name],
     ):  # those beside them join as if they were not there
-        consumers = [module.output for module in own]
-        joins |= find_joins(measured, [name for name in measured.outputs if name in consumers]) if own else {}
+        consumers = [module.output for module in joined]
+        joins |= find_joins(measured, [name for name in measured.outputs if name in consumers]) if joined else {}
     return LayerLayout([replace(module, join=joins[module.output]) for module in proved], left)
 
 

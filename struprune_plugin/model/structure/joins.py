@@ -22,31 +22,33 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
     The output is added where a stream Y (the input of a submodule, or the layer's output) equals another stream R plus the output
     times a factor, or plus the outputs of two consumers (named in the order of computation) times one factor.
     """
-    outputs, found = measured.outputs, dict[str, Join]()
-    streams, made = record_streams(measured, len(next(iter(outputs.values()))))
+    outputs, joins = measured.outputs, dict[str, Join]()
+    streams, returned = record_streams(measured, len(next(iter(outputs.values()))))
     for place, consumer in enumerate(consumers):
         for other in ("", *consumers[:place], *consumers[place + 1 :]):
             if other and outputs[other].shape != outputs[consumer].shape:
                 continue
             added = outputs[consumer] + (outputs[other] if other else 0)
-            if match := match_streams(streams, [*streams.values(), made[""]], added):
+            if match := match_streams(streams, [*streams.values(), returned[""]], added):
                 parallel = other if other in consumers[:place] else ""
-                found[consumer] = Join(match[0], parallel, match[1], is_direct=True)
+                joins[consumer] = Join(match[0], parallel, match[1], is_direct=True)
                 break
         else:
-            found[consumer] = _find_normed(measured, consumer, streams, made)
-    return found
+            joins[consumer] = _find_normed(measured, consumer, streams, returned)
+    return joins
 
 
-def _find_normed(measured: Measured, consumer: str, streams: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> Join:
+def _find_normed(
+    measured: Measured, consumer: str, streams: Mapping[str, Tensor], returned: Mapping[str, Tensor]
+) -> Join:
     """Return the join of an output behind which a norm may stand: that of the norm's own output, if an RMSNorm reads it alone."""
     norm, output = find_norm(measured, consumer), measured.outputs[consumer]
     relative = output / output.square().mean(-1, keepdim=True).sqrt()
-    readers = [name for name in streams if name in made and torch.equal(streams[name], output)]
+    readers = [name for name in streams if name in returned and torch.equal(streams[name], output)]
     for name in readers if norm == consumer else ():
         gain = measured.layer.get_submodule(name)(torch.ones_like(output[None]))[0]
-        is_rms = float((gain * relative - made[name]).norm()) < _UNCHANGED * float(made[name].norm())
-        if is_rms and (match := match_streams(streams, [*streams.values(), made[""]], made[name])):
+        is_rms = float((gain * relative - returned[name]).norm()) < _UNCHANGED * float(returned[name].norm())
+        if is_rms and (match := match_streams(streams, [*streams.values(), returned[""]], returned[name])):
             return Join(match[0], scale=match[1], norm=norm, normalizer=name)
     return Join(norm=norm)
 
@@ -107,9 +109,9 @@ def record_streams(measured: Measured, length: int) -> tuple[dict[str, Tensor], 
         measured.call.run(measured.layer)
     inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()
     for each in (*calls[1:], calls[0]):
-        made = each.output[0] if isinstance(each.output, (tuple, list)) else each.output
-        if isinstance(each.given, Tensor) and each.given.is_floating_point():
-            inputs.setdefault(each.name, take_first(each.given))
-        if isinstance(made, Tensor):
-            outputs.setdefault(each.name, take_first(made))
+        output = each.output[0] if isinstance(each.output, (tuple, list)) else each.output
+        if isinstance(each.hidden, Tensor) and each.hidden.is_floating_point():
+            inputs.setdefault(each.name, take_first(each.hidden))
+        if isinstance(output, Tensor):
+            outputs.setdefault(each.name, take_first(output))
     return inputs, outputs

@@ -81,5 +81,5 @@ def read_padding(layer: nn.Module, name: str) -> dict[str, Any]:
 
     The forms are those of :class:`~struprune_plugin.export.modeling_struprune.LinearLayout`; they are not copies.
     """
-    owner, _, own = name.rpartition(".")
-    return vars(layer.get_submodule(owner)).get(PADDING, {}).get(own, {})
+    owner, _, last = name.rpartition(".")
+    return vars(layer.get_submodule(owner)).get(PADDING, {}).get(last, {})

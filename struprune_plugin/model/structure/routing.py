@@ -43,17 +43,17 @@ class Routing:
         members._modules, members.num_experts = left | others, len(keep)
         modules = dict(layer.named_modules())
         for name, axis in self.tensors.items():
-            owner, _, own = name.rpartition(".")
-            if hasattr(module := modules.get(owner), own):
-                old = getattr(module, own).detach()
+            owner, _, attribute = name.rpartition(".")
+            if hasattr(module := modules.get(owner), attribute):
+                old = getattr(module, attribute).detach()
                 with disable_onloading():  # an onloaded copy does not say whether it learns
-                    like = getattr(module, own)
+                    like = getattr(module, attribute)
                 new = old.index_select(axis, torch.tensor(keep, device=old.device)).contiguous()
                 is_parameter = isinstance(like, nn.Parameter)
-                setattr(module, own, nn.Parameter(new, like.requires_grad) if is_parameter else new)
-        for name, own in self.counts:
-            if hasattr(module := modules.get(name), own):
-                setattr(module, own, len(keep))
+                setattr(module, attribute, nn.Parameter(new, like.requires_grad) if is_parameter else new)
+        for name, attribute in self.counts:
+            if hasattr(module := modules.get(name), attribute):
+                setattr(module, attribute, len(keep))
 
 
 def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]:
@@ -124,26 +124,26 @@ def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
             if _WIDE in tensor.shape and name.rpartition(".")[0] not in packed:
                 tensors[name] = [*tensor.shape].index(_WIDE)
         for name, module in layer.named_modules():
-            known = [own for own, value in vars(module).items() if type(value) is int and value == _WIDE]
-            counts |= dict.fromkeys((name, own) for own in known if name not in packed)
+            counters = [attribute for attribute, value in vars(module).items() if type(value) is int and value == _WIDE]
+            counts |= dict.fromkeys((name, attribute) for attribute in counters if name not in packed)
     return tensors, list(counts)
 
 
 def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     """Raise where a model with removed experts differs from an instance of the class built with fewer experts."""
-    tokens, given = tiny.draw_tokens(wide.config, 2, 24), set[int]()
+    tokens, num_args = tiny.draw_tokens(wide.config, 2, 24), set[int]()
     take_apart(wide)
     for layer in wide.get_submodule(locate_layers(wide)).children():
         for name, members in list_experts(layer):
             routing.drop(layer, name, _KEEP)
-            members.register_forward_pre_hook(lambda _module, args: given.add(len(args)))
-    found = wide(input_ids=tokens, use_cache=False).logits
-    if given != {3}:
+            members.register_forward_pre_hook(lambda _module, args: num_args.add(len(args)))
+    logits = wide(input_ids=tokens, use_cache=False).logits
+    if num_args != {3}:
         raise ValueError("the experts are called without the router's choice of tokens")
     pack_experts(wide)
     narrow.load_state_dict(wide.state_dict())
     wanted = narrow(input_ids=tokens, use_cache=False).logits
-    if difference := tiny.TinyRun(narrow, tokens).describe_difference(found, wanted):
+    if difference := tiny.TinyRun(narrow, tokens).describe_difference(logits, wanted):
         raise ValueError(
             f"removing experts gives other logits than a configuration with fewer experts, by {difference}"
         )

@@ -79,22 +79,22 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> None:
     """Reduce the sizes of one configuration, or of one dictionary in it, and of those nested in it."""
-    own = dict(_list_values(node))
-    old = ChainMap(own, {"model_type": getattr(node, "model_type", "")}, dict(old_outer))
+    values = dict(_list_values(node))
+    old = ChainMap(values, {"model_type": getattr(node, "model_type", "")}, dict(old_outer))
     changes: dict[str, Any] = {}
-    new = ChainMap(changes, own, dict(new_outer))
+    new = ChainMap(changes, values, dict(new_outer))
     for name, size in (_TOWER_SIZES if tower else _SIZES).items():
-        if name in own:
-            changes[name] = _cut(own[name], size)
+        if name in values:
+            changes[name] = _cut(values[name], size)
     for rule in (_cut_heads, _cut_head_sizes, _cut_state_space, _cut_groups):
         rule(old, new)
     for name, value in changes.items():
-        if name in own and value != own[name]:
+        if name in values and value != values[name]:
             _set_value(node, name, value)
-    if own.pop("quantization_config", None) is not None:
+    if values.pop("quantization_config", None) is not None:
         vars(node).pop("quantization_config")
     scale = _rotary_size(new) / _rotary_size(old)
-    for name, value in own.items():
+    for name, value in values.items():
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             _cut_rope(value, scale)
         elif name == "_heterogeneity_spec":  # of transformers' per_layer_config
@@ -240,8 +240,8 @@ def _set_value(node: Any, name: str, value: Any) -> None:
 
 def find_first(values: Values, names: tuple[str, ...]) -> int:
     """Return the first integer among the values of ``names``, or 0."""
-    found = (values[name] for name in names if name in values)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
+    matches = (values[name] for name in names if name in values)
+    return next((value for value in matches if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
 def find_vocabulary(config: PreTrainedConfig) -> int:

@@ -50,10 +50,10 @@ class TinyRun:
         return self.forward(self.model, self.tokens)
 
     @torch.no_grad()
-    def describe_difference(self, found: Tensor, wanted: Tensor) -> str:
+    def describe_difference(self, logits: Tensor, wanted: Tensor) -> str:
         """Return how much logits differ; empty where rounding explains it: up to 1e-5 of the largest, or up to a hundredth of it
         and ten times what a last bit of every weight changes, which states handed on from token to token amplify."""
-        difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+        difference, largest = float((logits - wanted).abs().max()), float(wanted.abs().max())
         if difference <= _CLOSE * largest:
             return ""
         other, generator = deepcopy(self.model), torch.Generator().manual_seed(0)
@@ -124,8 +124,8 @@ def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrai
 def draw_tokens(config: PreTrainedConfig, rows: int, length: int, seed: int = 0) -> Tensor:
     """Return random token ids for an instance, shape [rows, length], int64, without special tokens (padding, image and so on)."""
     values = [(name, value) for part in walk_parts(config) for name, value in vars(part).items()]
-    found = [value if isinstance(value, list) else [value] for name, value in values if SPECIAL_TOKEN.search(name)]
-    special = {one for several in found for one in several}
+    ids = [value if isinstance(value, list) else [value] for name, value in values if SPECIAL_TOKEN.search(name)]
+    special = {one for several in ids for one in several}
     plain = torch.tensor([index for index in range(3, find_vocabulary(config)) if index not in special])
     return plain[torch.randint(len(plain), (rows, length), generator=torch.Generator().manual_seed(seed))]
 

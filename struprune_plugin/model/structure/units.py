@@ -31,6 +31,6 @@ def read_units(measured: Measured) -> LayerLayout:
 
 def find_thin(measured: Measured, consumer: str) -> dict[str, Coupling]:
     """Return the linears with a row that reaches only a part of a consumer's columns; others reach it by the residual stream."""
-    found = {first: coupling for (first, second), coupling in measured.couplings.items() if second == consumer}
-    shares = {name: coupling.reached.float().mean(1) for name, coupling in found.items()}
-    return {name: found[name] for name, share in shares.items() if share[share > 0].min() < _MOST}
+    couplings = {first: coupling for (first, second), coupling in measured.couplings.items() if second == consumer}
+    shares = {name: coupling.reached.float().mean(1) for name, coupling in couplings.items()}
+    return {name: couplings[name] for name, share in shares.items() if share[share > 0].min() < _MOST}

@@ -26,7 +26,7 @@ from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.model.layers import read_hidden_size
 from struprune_plugin.modifiers.budgets import check_widths
 from struprune_plugin.modifiers.setup import RunSetup
-from struprune_plugin.pruning.config import UnitAllocation
+from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, gather
@@ -141,6 +141,6 @@ class AllocationPass:
         if left is not None:
             with self.context.stage("experts"), calibrating(self.model):
                 scores = score_experts(self.model, self.setup.batches, mixture, self.context)
-            plan = replace(plan, experts=compute_on_rank0(lambda: mixture.keep_best(scores, left)))
+            plan = replace(plan, experts=compute_on_rank0(lambda: mixture.keep_best(scores, left), KeptExperts))
         whole = {group.name: group.num_units for group in plan.list_left(groups)}
         return replace(plan, kept={**whole, **plan.kept})

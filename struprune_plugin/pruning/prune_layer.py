@@ -158,7 +158,7 @@ class Pruner:
         for part, own in stack.split(moments):
             with self.context.stage("select and solve"), self.context.solving():
                 solve = partial(self.solve, part, own, updates)
-                solution = compute_on_rank0(solve, self.context.solve_device)
+                solution = compute_on_rank0(solve, Solution, self.context.solve_device)
             refines = self.config.weight_update.can_refine(part.group)
             with self.context.stage("admm" if refines else "surgery"):
                 for index, group in enumerate(part.groups):

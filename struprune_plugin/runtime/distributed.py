@@ -1,11 +1,13 @@
 """Collectives of a run over several processes (``torchrun``), each with the model and its part of the calibration data.
 
-Sums over tokens are reduced; the first process decides, and sends its decisions. Without a process group nothing is done here.
+Sums over tokens are reduced; the first process decides, and sends its decisions: tensors as tensors, the rest as JSON. Without a
+process group nothing is done here.
 """
 
 from __future__ import annotations
 
-import io
+import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import get_source_rank, init_dist, is_distributed, is_source_process
 from torch import Tensor
+
+from struprune_plugin.runtime.records import join_tensors, split_tensors
 
 Result = TypeVar("Result")
 
@@ -49,12 +53,16 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def gather(value: Result) -> list[Result]:
-    """Return the values of all processes, by rank: numbers, bytes, lists of these, or tensors on the host."""
+    """Return the values of all processes, by rank: numbers, strings, or lists of these."""
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * count_ranks()
-    dist.all_gather_object(values, value)
-    return values
+    content = _to_wire(json.dumps(value).encode())
+    sizes = [content.new_zeros(1, dtype=torch.int64) for _ in range(count_ranks())]
+    dist.all_gather(sizes, torch.full_like(sizes[0], len(content)))
+    lengths = [int(size) for size in sizes]
+    parts = [content.new_zeros(max(lengths)) for _ in lengths]
+    dist.all_gather(parts, torch.nn.functional.pad(content, (0, max(lengths) - len(content))))
+    return [json.loads(_to_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
 
 
 def count_before(value: int) -> int:
@@ -70,27 +78,58 @@ def split_range(length: int) -> range:
     return range(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def compute_on_rank0(compute: Callable[[], Result], device: torch.device | None = None) -> Result:
+def compute_on_rank0(compute: Callable[[], Result], kind: Any = None, device: torch.device | None = None) -> Result:
     """Compute in the first process and return its result in all, bit for bit; where it raises, the others raise, too.
 
+    :param kind: type of the result, see :func:`~struprune_plugin.runtime.records.split_tensors`
     :param device: device of the result's tensors in the other processes
     """
     if not is_distributed():
         return compute()
     result: Any = None
-    content, failed = io.BytesIO(), None
+    tensors, message, failed = list[Tensor](), dict[str, Any](), None
     if is_source_process():
         try:
-            torch.save(result := compute(), content)
+            message["record"], tensors = split_tensors(result := compute())
+            message["tensors"] = [(str(part.dtype).removeprefix("torch."), [*part.shape]) for part in tensors]
         except Exception as error:  # the others wait for an answer
-            failed = error
-    sent: list[Any] = [content.getvalue(), failed and str(failed)]
-    dist.broadcast_object_list(sent, src=get_source_rank(), device=_find_device())
-    if sent[1] is not None:
-        raise failed or ValueError(sent[1])
+            message, failed = {"error": str(error)}, error
+    message = json.loads(_to_bytes(_broadcast(_to_wire(json.dumps(message).encode()))))
+    if "error" in message:
+        raise failed or ValueError(message["error"])
     if is_source_process():
+        for tensor in tensors:
+            wire = tensor.detach().to(_find_device()).contiguous().view(-1).view(torch.uint8)
+            _broadcast(wire, len(wire))
         return result
-    return torch.load(io.BytesIO(sent[0]), map_location=device, weights_only=False)  # of the first process' own making
+    for name, shape in message["tensors"]:
+        dtype: torch.dtype = getattr(torch, name)
+        wire = _broadcast(torch.empty(0, dtype=torch.uint8, device=_find_device()), math.prod(shape) * dtype.itemsize)
+        tensors.append(wire.view(dtype).view(shape).to(device))
+    return join_tensors(message["record"], kind, tensors.__getitem__)
+
+
+def _to_wire(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_find_device())
+
+
+def _to_bytes(wire: Tensor) -> bytes:
+    return wire.cpu().numpy().tobytes()
+
+
+def _broadcast(wire: Tensor, size: int | None = None) -> Tensor:
+    """Return the bytes of the first process in all.
+
+    :param size: their number; None where only the first process knows it
+    """
+    if size is None:
+        length = torch.full((1,), len(wire), dtype=torch.int64, device=wire.device)
+        dist.broadcast(length, get_source_rank())
+        size = int(length)
+    wire = wire if is_source_process() else wire.new_empty(size)
+    if size:
+        dist.broadcast(wire, get_source_rank())
+    return wire
 
 
 def _find_device() -> torch.device:

@@ -12,23 +12,21 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
-from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from struprune_plugin.runtime.distributed import gather
+from struprune_plugin.runtime.records import join_tensors, split_tensors
 from struprune_plugin.storage.files import check_place, is_empty, replace_file, write_whole
 
 _RUN = "struprune_run.json"
-_TENSOR = "__tensor__"
 
 
 class ResumeStore:
@@ -80,20 +78,13 @@ class ResumeStore:
     def write(self, part: str, value: Any) -> None:
         """Write a part durably.
 
-        :param value: dataclasses, mappings with string keys, lists, tuples, tensors and JSON values, nested
+        :param value: as in :func:`~struprune_plugin.runtime.records.split_tensors`
         :raises OSError: the disk cannot be written; earlier parts are kept
         """
-        tensors: dict[str, Tensor] = {}
-
-        def encode(inner: Any) -> dict[str, Any]:
-            if isinstance(inner, Tensor):
-                tensors[name := str(len(tensors))] = inner.detach().cpu().contiguous()
-                return {_TENSOR: name}
-            return {field.name: getattr(inner, field.name) for field in fields(inner)}
-
-        record = json.dumps(value, default=encode)
+        record, tensors = split_tensors(value)
+        held = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
         with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
-            save_file(tensors, partial, metadata={"record": record})
+            save_file(held, partial, metadata={"record": record})
 
     def read(self, part: str, kind: Any) -> Any:
         """Return the value of a part, with its tensors on the host; None if it is missing or truncated.
@@ -105,12 +96,7 @@ class ResumeStore:
             return None
         try:
             with safe_open(file, "pt") as opened:
-                record = json.loads(
-                    opened.metadata()["record"],
-                    object_hook=lambda held: opened.get_tensor(held[_TENSOR]) if _TENSOR in held else held,
-                )
-            reader = TypeAdapter(list[kind], config=ConfigDict(arbitrary_types_allowed=True))  # a dataclass takes none
-            return reader.validate_python([record])[0]
+                return join_tensors(opened.metadata()["record"], kind, lambda index: opened.get_tensor(str(index)))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None
@@ -163,26 +149,26 @@ def describe_weights(model: PreTrainedModel) -> str:
 
     Weights are summed as integers, so that every device gives the same sums, and read once all are computed.
     """
-    found = []
+    sums = []
     for path, module in model.named_modules():
         for key, weight in {**module._parameters, **module._buffers}.items():
             if weight is not None and key not in module._non_persistent_buffers_set:
                 numbers = weight.detach().view(_INTEGERS[weight.itemsize])
                 columns = numbers.reshape(-1, *weight.shape[-1:]).sum(0, dtype=torch.int64)
                 places = torch.arange(1, columns.numel() + 1, device=columns.device)
-                told = (f"{path}.{key}", str(weight.dtype), tuple(weight.shape))
-                found.append((told, columns.sum(), (columns * places).sum()))
+                description = (f"{path}.{key}", str(weight.dtype), tuple(weight.shape))
+                sums.append((description, columns.sum(), (columns * places).sum()))
     digest = hashlib.sha256()
-    for told, *sums in found:
-        digest.update(repr((told, [int(part) for part in sums])).encode())
+    for description, *parts in sums:
+        digest.update(repr((description, [int(part) for part in parts])).encode())
     return digest.hexdigest()
 
 
 def digest_tokens(batches: Iterable[Tensor]) -> str:
     """Return the SHA-256 of all processes' token indices [sequences, tokens], in order, in hexadecimal."""
-    own = hashlib.sha256()
+    digest = hashlib.sha256()
     for tokens in batches:
         tokens = tokens.detach().cpu().to(torch.int64)
-        own.update(repr(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
-    digests = gather(own.digest())
-    return (digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()).hex()
+        digest.update(repr(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
+    digests = gather(digest.hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()

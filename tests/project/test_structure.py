@@ -129,6 +129,12 @@ def test_nothing_in_the_package_imports_eval_or_tests():
         assert not {name.split(".")[0] for name in read_imports(file)} & {"eval", "tests", "pickle"}, file
 
 
+def test_nothing_is_sent_or_saved_by_pickle():
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not re.findall(r"torch\.(save|load)\(|broadcast_object_list|all_gather_object|gather_object", text), file
+
+
 def test_every_room_is_in_the_order():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms <= {room for room in ORDER if room}

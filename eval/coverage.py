@@ -43,7 +43,7 @@ from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
-from struprune_plugin.model.experts import pack_experts, take_apart
+from struprune_plugin.model.experts import linearize_experts, pack_experts
 from struprune_plugin.model.groups import find_groups, list_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_linear
 from struprune_plugin.model.structure.finder import find_structure
@@ -186,7 +186,7 @@ class Case:
         """The attention unit, ``none`` where only FFN channels can go."""
         replace_conv1d(self.tiny)
         if find_structure(self.tiny).has_mixtures:
-            take_apart(self.tiny)
+            linearize_experts(self.tiny)
         try:
             find_groups(self.tiny, "value_channels", prune_ffn=False)
         except ValueError:
@@ -357,8 +357,8 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manife
     kinds = [record.kind for record in manifest.groups]
     unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
     if "experts" in kinds:
-        take_apart(dense)
-        take_apart(pruned)
+        linearize_experts(dense)
+        linearize_experts(pruned)
     pairs = [find_groups(m, unit, "ffn" in kinds, prune_experts="experts" in kinds) for m in (dense, pruned)]
     for group, smaller in zip(*pairs, strict=True):
         if group.name not in keep:

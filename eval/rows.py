@@ -22,7 +22,7 @@ from eval.zeroshot import TASKS, find_items, identify_tasks, read_items, score_t
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.reporting.tables import measure_weight_bytes
 
@@ -207,7 +207,7 @@ def run_row(row: Row, sparsity: float, work: Workload, score: Score | None = Non
 def measure_experts(model: str) -> float:
     """Return the routed experts' share of the parameters that our sparsity counts."""
     loaded, _ = load_checkpoint(model, "auto")
-    take_apart(loaded)
+    linearize_experts(loaded)
     return 1 - count_prunable_parameters(loaded) / count_prunable_parameters(loaded, mixtures=True)
 
 

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from struprune_plugin.evaluation.text import prepare_dataset
 from struprune_plugin.export.convert import carry_files, keep_generation_settings
 from struprune_plugin.export.older_readers import find_origin, keep_tokenizer
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.locate import is_pruned
 from struprune_plugin.modifiers import LoRARecoveryModifier, StruPruneModifier
@@ -151,7 +151,7 @@ def _open_store(
 
 def _check_alone(modifiers: list[Modifier], model: PreTrainedModel, folder: Path | None) -> None:
     """Raise where other modifiers do not suit the model, or the disk is too small; a pruning stage checks this itself."""
-    if not get_non_linearized_moes(model):  # else llm-compressor takes experts apart first
+    if not get_non_linearized_moes(model):  # else llm-compressor linearizes experts first
         check_mappings(modifiers, model)
     if folder is not None:
         check_room([("output_dir", folder, count_weight_bytes(model) // 8)])  # float32 at 4 bits
@@ -191,5 +191,7 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
             stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
         elif is_pruned(type(model.config)):
-            take_apart(model)  # llm-compressor would read the experts' width before pruning from the configuration
+            linearize_experts(
+                model
+            )  # llm-compressor would read the experts' width before pruning from the configuration
         yield

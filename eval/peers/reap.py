@@ -18,7 +18,7 @@ from eval.peers import PeerResult
 from struprune_plugin import oneshot
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import pack_windows
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_prunable_parameters
 
 _BATCH = 8
@@ -48,6 +48,6 @@ def prune_reap(folder: str, windows: Tensor, share: float) -> PeerResult:
 
 
 def count_experts(model: PreTrainedModel) -> int:
-    """Return the number of the parameters of a mixture's routed experts, which are taken apart."""
-    take_apart(model)
+    """Return the number of the parameters of a mixture's routed experts, which are linearized."""
+    linearize_experts(model)
     return count_prunable_parameters(model, mixtures=True) - count_prunable_parameters(model)

@@ -67,9 +67,9 @@ def run_command(run: Callable[[], object]) -> int:
         failed = " (os error " in str(error)  # how compiled libraries report a full disk, in their own classes
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
-        place, colon, told = str(error).partition(": ")
+        place, colon, problem = str(error).partition(": ")
         place = f"--{_ARGUMENTS[place]}" if place in _ARGUMENTS else place
-        show_error(f"error: {place}{colon}{told}")
+        show_error(f"error: {place}{colon}{problem}")
         return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # 1: not bad input
     except KeyboardInterrupt as stop:
         print(file=sys.stderr)  # below a bar, or the terminal's ^C

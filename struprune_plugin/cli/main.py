@@ -73,18 +73,17 @@ def prune(
     from struprune_plugin.vocabulary.trim import trim_first
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
+    run = opt.describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, windows, batch_size)
     size = None if vocabulary is None else opt.read_vocabulary(vocabulary)
     if size is None and (language or words):
         raise ValueError("--language, --words: must come with --vocabulary, got none. Add it, or leave them out.")
     ranked: dict[str, Any] = {"text": run["dataset"], "text_column": text_column, "language": language, "words": words}
     with ExitStack() as stack:
         scratch = None if offload is None else stack.enter_context(own_folder(offload))
+        source = model
         if size is not None:
-            first = trim_first(model, output, overwrite, trust_remote_code, vocabulary=size, **ranked)
-            source = stack.enter_context(first)
-        else:
-            source = model
+            trimmed = trim_first(model, output, overwrite, trust_remote_code, vocabulary=size, **ranked)
+            source = stack.enter_context(trimmed)
         oneshot(source, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
     record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
@@ -116,10 +115,10 @@ def plan(
     from struprune_plugin.recipes.load import load_recipe
 
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
-    found = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
-    told, gone = f"{model} by {recipe}, sparsity {found.sparsity:g}", 1 - found.parameters[1] / found.parameters[0]
-    told += f" of the layers' linear parameters, {gone:.1%} of the whole model (embeddings and head stay)"
-    screen.show({"model": model, "recipe": recipe, **asdict(found)}, told, *format_plan(found))
+    forecast = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
+    title = f"{model} by {recipe}, sparsity {forecast.sparsity:g} of the layers' linear parameters, "
+    title += f"{1 - forecast.parameters[1] / forecast.parameters[0]:.1%} of the whole model (embeddings and head stay)"
+    screen.show({"model": model, "recipe": recipe, **asdict(forecast)}, title, *format_plan(forecast))
 
 
 def trim(
@@ -151,8 +150,8 @@ def trim(
     record = trim_vocabulary(model, output, text, overwrite, trust_remote_code, **ranked)
     if plot is not None:
         draw_curve(record, plot)
-    told = record.model_dump(exclude={"kept"})
-    screen.show({"output": output, **told}, *tables.summarize_vocabulary(record, output))
+    summary = tables.summarize_vocabulary(record, output)
+    screen.show({"output": output, **record.model_dump(exclude={"kept"})}, *summary)
 
 
 def eval_(
@@ -187,8 +186,8 @@ def eval_(
     from struprune_plugin.evaluation.text import DEMO_TEST
     from struprune_plugin.reporting.pages import keep_results
 
-    names, source = [name.strip() for name in tasks.split(",") if tasks], text or (None if tasks else DEMO_TEST)
-    harness = names, include_path, limit
+    source = text or (None if tasks else DEMO_TEST)
+    harness = [name.strip() for name in tasks.split(",") if tasks], include_path, limit
     asked = Scoring(
         source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype, not no_window_bos, True
     )
@@ -262,8 +261,8 @@ def report(
 
 def recipes(as_json: opt.Json = False, quiet: opt.Quiet = False) -> None:
     """List the shipped recipes, for `prune --recipe NAME`."""
-    told = {name: describe_recipe(file) for name, file in list_recipes().items()}
-    Screen(as_json, quiet).show(told, tables.format_facts(list(told.items())))
+    purposes = {name: describe_recipe(file) for name, file in list_recipes().items()}
+    Screen(as_json, quiet).show(purposes, tables.format_facts(list(purposes.items())))
 
 
 def sweep(
@@ -303,23 +302,21 @@ def sweep(
     from struprune_plugin.evaluation.text import DEMO_TEST
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
-    run = describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, *windows, batch_size)
+    run = opt.describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, windows, batch_size)
     run["seed"] = seed
     source, column = text or DEMO_TEST, text_column if text else "text"
     asked = Scoring(source, column, window, max_tokens, trust_remote_code, window_bos=not no_window_bos)
-    told = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes, "run": run}
+    identity = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes}
+    identity |= {"run": run, "scoring": asdict(asked)}
 
     def run_point(share: float, out: Path) -> None:
         oneshot(model, recipe, out, overwrite=out.exists(), changes={**changes, "sparsity": share}, **run)
 
-    scorer = make_scorer(asked, [model])
-    scores, refused = run_points(output, {**told, "scoring": asdict(asked)}, sparsities, run_point, scorer)
+    scores, refused = run_points(output, identity, sparsities, run_point, make_scorer(asked, [model]))
     draw_sweep(scores, output)
     record: dict[str, Any] = {"scores": scores}
-    parts, missing = (
-        [format_scores(scores, DENSE), f"wrote {output}"],
-        [f"{point}: {why}" for point, why in refused.items()],
-    )
+    parts: list[object] = [format_scores(scores, DENSE), f"wrote {output}"]
+    missing = [f"{point}: {why}" for point, why in refused.items()]
     problems = [f"--sparsity: left out: {'; '.join(missing)}"] if missing else []
     if most is not None:
         try:
@@ -331,32 +328,6 @@ def sweep(
     screen.show(record, *parts)
     if problems:
         raise ValueError(" ".join(problems))
-
-
-def describe_run(
-    dtype: str,
-    trusts: bool,
-    data: str | None,
-    column: str,
-    no_window_bos: bool,
-    num_samples: int,
-    seq_length: int,
-    batch_size: int,
-) -> dict[str, Any]:
-    """Return arguments of :func:`struprune_plugin.oneshot`; the same command calibrates on the same samples."""
-    from struprune_plugin.evaluation.text import DEMO_CALIBRATION
-
-    return {
-        "precision": dtype,
-        "trust_remote_code_model": trusts,
-        "dataset": data or DEMO_CALIBRATION,
-        "text_column": column,
-        "window_bos": not no_window_bos,
-        "num_calibration_samples": num_samples,
-        "max_seq_length": seq_length,
-        "batch_size": batch_size,
-        "shuffle_calibration_samples": False,
-    }
 
 
 # -- the whole ------------------------------------------------------------------------------------------------------

@@ -102,6 +102,34 @@ def choose_windows(
     return num_samples or (256 if is_best else 64), seq_length or 256
 
 
+def describe_run(
+    dtype: str,
+    trusts: bool,
+    data: str | None,
+    column: str,
+    no_window_bos: bool,
+    windows: tuple[int, int],
+    batch_size: int,
+) -> dict[str, Any]:
+    """Return arguments of :func:`struprune_plugin.oneshot`; the same command calibrates on the same samples.
+
+    :param windows: number of calibration samples, tokens of each
+    """
+    from struprune_plugin.evaluation.text import DEMO_CALIBRATION
+
+    return {
+        "precision": dtype,
+        "trust_remote_code_model": trusts,
+        "dataset": data or DEMO_CALIBRATION,
+        "text_column": column,
+        "window_bos": not no_window_bos,
+        "num_calibration_samples": windows[0],
+        "max_seq_length": windows[1],
+        "batch_size": batch_size,
+        "shuffle_calibration_samples": False,
+    }
+
+
 def read_changes(settings: Sequence[str] | None, budget: str | None = None, **fields: Any) -> dict[str, Any]:
     """Return the changed values of a recipe by field.
 
@@ -127,20 +155,20 @@ def read_changes(settings: Sequence[str] | None, budget: str | None = None, **fi
 
 def read_sparsities(text: str) -> list[float]:
     """Parse ``first:last:step`` or a comma-separated list, of numbers above 0 and below 1."""
-    found: list[float] = []
+    sparsities: list[float] = []
     with suppress(ValueError):
         if ":" in text:
             first, last, step = map(float, text.split(":"))
             if 0 < first < last < 1 and step >= 0.001:
-                found = [round(first + index * step, 6) for index in range(int((last - first) / step + 1e-6) + 1)]
+                sparsities = [round(first + index * step, 6) for index in range(int((last - first) / step + 1e-6) + 1)]
         else:
-            found = [float(part) for part in text.split(",")]
-    if not found or not all(0 < value < 1 for value in found):
+            sparsities = [float(part) for part in text.split(",")]
+    if not sparsities or not all(0 < value < 1 for value in sparsities):
         raise ValueError(
             f"--sparsity: must be first:last:step or numbers separated by commas, each above 0 and below 1, got {text!r}. "
             "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
         )
-    return found
+    return sparsities
 
 
 def read_vocabulary(text: str) -> float | Literal["auto"]:
@@ -152,10 +180,10 @@ def read_vocabulary(text: str) -> float | Literal["auto"]:
 
 def read_pick(text: str) -> float:
     """Parse a permitted loss: 0.05 for ``+5% perplexity``."""
-    found = re.fullmatch(r"\+(\d+(?:[.]\d+)?)% perplexity", text.strip())
-    if found is None:
+    match = re.fullmatch(r"\+(\d+(?:[.]\d+)?)% perplexity", text.strip())
+    if match is None:
         raise ValueError(f"--pick: must be like '+5% perplexity', got {text!r}. Give how far perplexity may rise.")
-    return float(found[1]) / 100
+    return float(match[1]) / 100
 
 
 def prepare(screen: Screen, models: Sequence[str], recipe: str | None = None) -> None:

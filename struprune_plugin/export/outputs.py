@@ -13,7 +13,7 @@ from struprune_plugin.export import stock_config
 from struprune_plugin.export.any_class import grow_padded, release_padding, replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
@@ -230,7 +230,7 @@ def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
     """Return the groups of a model's FFNs and of its experts, which are split in place; empty where it has none."""
     structure = find_structure(model)
     if structure.has_mixtures:
-        take_apart(model)
+        linearize_experts(model)
     known = {unit.kind for layer in structure.kinds for unit in layer.units}
     kinds = [kind for kind in list_kinds() if not kind.is_mixer and kind.kind in known]
     return list_groups(model, kinds) if kinds else []

@@ -21,7 +21,7 @@ from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
@@ -52,7 +52,7 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
         try:
             check_passes(tiny, [{"input_ids": tokens}])
             if any(unit.of_mixture for unit in kinds) and find_structure(tiny).has_mixtures:
-                take_apart(tiny)
+                linearize_experts(tiny)
             _check_pruning(tiny, tokens, list_groups(tiny, kinds))
         except Exception as error:  # any error of a class that relies on its sizes
             told = str(error).rstrip(".")

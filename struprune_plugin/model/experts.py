@@ -71,7 +71,7 @@ def _run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
     return total
 
 
-def take_apart(model: nn.Module) -> None:
+def linearize_experts(model: nn.Module) -> None:
     """Split the experts of a model into linears where llm-compressor supports the class; the model's function does not change."""
     held = [(name, module) for name, module in model.named_modules() if "down_proj" in module._parameters]
     one_of_each = nn.ModuleList({type(module): module for _, module in held}.values())  # parsing their source is slow

@@ -137,7 +137,7 @@ def check_later(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
     :param modifiers: those behind pruning
     """
     is_mixture = find_structure(model).has_mixtures
-    check_mappings([] if is_mixture else modifiers, model)  # llm-compressor takes experts apart first
+    check_mappings([] if is_mixture else modifiers, model)  # llm-compressor linearizes experts first
     for modifier in modifiers:
         if isinstance(modifier, QuIPModifier) or (isinstance(modifier, QuantizationMixin) and is_mixture):
             what = "a quantised mixture" if is_mixture else "the transforms of QuIP"

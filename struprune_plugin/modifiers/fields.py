@@ -13,7 +13,7 @@ from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPING
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import AttentionUnit, list_groups
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.finder import find_structure
@@ -189,7 +189,7 @@ class StructuredModifier(StageModifier):
         for kind in kinds:
             kind.check(model.config.model_type, find_layouts(model))
         if self.prunes_mixtures and find_structure(model).has_mixtures:
-            take_apart(model)
+            linearize_experts(model)
         groups = list_groups(model, kinds, self.targets, self.ignore)
         widths = {group.num_units for group in groups if group.tie}  # several in the output of an earlier `per_layer`
         if self.experts is None or (self.experts.widths == "same" and len(widths) < 2):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.experts import list_experts, take_apart
+from struprune_plugin.model.experts import linearize_experts, list_experts
 from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure
 from struprune_plugin.model.structure.joins import find_norm, match_streams, record_streams
 from struprune_plugin.model.structure.layout import Join, LayerLayout, UnitLayout
@@ -25,7 +25,7 @@ _EXACT = 1e-4  # relative to a change of the layer's output
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLayout(UnitLayout):
-    """Channels of a mixture's experts after :func:`~struprune_plugin.model.experts.take_apart` has split them into linears.
+    """Channels of a mixture's experts after :func:`~struprune_plugin.model.experts.linearize_experts` has split them into linears.
 
     Its ``output`` is the list of experts, and its ``join`` that of their sum.
 
@@ -51,7 +51,7 @@ def find_experts(
     """Return the layouts of the kinds of layers, measured on ``length`` tokens, with their experts, which are split in place."""
     wanted = run()
     try:
-        take_apart(model)
+        linearize_experts(model)
         difference = run.describe_difference(run(), wanted)
     except Exception as error:  # any error of llm-compressor on a class that it supports wrongly
         problem = f"llm-compressor cannot split the experts into linears ({type(error).__name__})"

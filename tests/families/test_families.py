@@ -106,7 +106,7 @@ def test_save_reload_is_exact(saved, again, tmp_path):
     assert torch.equal(again(PROMPTS).logits, load(tmp_path)(PROMPTS).logits)
     weights = dict(again.named_parameters())
     for name, weight in model.named_parameters():
-        assert ".experts." in name or torch.equal(weight, weights[name]), name  # llm-compressor takes experts apart
+        assert ".experts." in name or torch.equal(weight, weights[name]), name  # llm-compressor linearizes experts
 
 
 def test_generate_with_and_without_cache_is_identical(again):

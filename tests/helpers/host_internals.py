@@ -40,10 +40,10 @@ INTERNALS = [
         "llmcompressor.modifiers.quantization:QuantizationMixin.resolved_config", "widths fit a quantiser's groups"
     ),
     Internal("llmcompressor.entrypoints.oneshot:get_non_linearized_moes", "experts stay as they are held", ("model",)),
-    Internal("llmcompressor.modeling.moe.linearize:get_non_linearized_moes", "experts to take apart", ("model",)),
+    Internal("llmcompressor.modeling.moe.linearize:get_non_linearized_moes", "experts to linearize", ("model",)),
     Internal(
         "llmcompressor.modeling.moe.linear_experts:LinearExperts2D.from_experts_module",
-        "takes experts apart; its experts know num_experts",
+        "linearizes experts; its experts know num_experts",
         ("experts", "config"),
     ),
     Internal(

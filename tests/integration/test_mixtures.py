@@ -15,7 +15,7 @@ from eval.coverage import make_config
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.outputs import convert_folder
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.modifiers.plan import Workload, plan_run
@@ -130,7 +130,7 @@ def test_experts_that_fail_the_rehearsal_stay_whole_in_an_allocator_stage_too(mi
         raise RuntimeError("another order")
 
     monkeypatch.setattr("struprune_plugin.model.structure.tiny._PROVED", {})
-    monkeypatch.setattr(rehearsal, "take_apart", fail)
+    monkeypatch.setattr(rehearsal, "linearize_experts", fail)
     recipe = [SparsityAllocatorModifier(sparsity=0.1), StruPruneModifier()]
     folder, data, _ = mixture
     options = {"dataset": data, "num_calibration_samples": 32, "output_dir": str(tmp_path / "out")}
@@ -169,7 +169,7 @@ def test_a_quantiser_may_follow(tmp_path):
 def test_snip_scores_experts_that_see_no_token_of_a_batch(mixture, tmp_path):
     folder, data, _ = mixture
     model = AutoModelForCausalLM.from_pretrained(folder)
-    take_apart(model)
+    linearize_experts(model)
     batch = [{"input_ids": torch.tensor(data["input_ids"][:1])[:, :2], "attention_mask": torch.ones(1, 2)}] * 2
     groups = find_groups(model, "none", prune_experts=True)
     scores = SNIP().measure(model, batch, groups)  # two tokens choose four of the eight experts of two layers at most

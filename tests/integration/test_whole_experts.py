@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.export.outputs import convert_folder
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -45,7 +45,7 @@ def save_mixture(dense, folder):
 def find_share(dense, num_experts):
     """Return the sparsity that so many of eight experts are."""
     dense = copy.deepcopy(dense)
-    take_apart(dense)
+    linearize_experts(dense)
     every, without = (count_prunable_parameters(dense, mixtures=experts) for experts in (True, False))
     return num_experts / 8 * (every - without) / every
 

@@ -15,7 +15,7 @@ from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import nn
 from transformers import PreTrainedConfig
 
-from struprune_plugin.model.experts import list_experts, pack_experts, take_apart
+from struprune_plugin.model.experts import linearize_experts, list_experts, pack_experts
 from struprune_plugin.model.structure import tiny
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.shrinking import find_first, shrink_config
@@ -132,7 +132,7 @@ def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
 def _prove(routing: Routing, wide: Any, narrow: Any) -> None:
     """Raise where a model with removed experts differs from an instance of the class built with fewer experts."""
     tokens, num_args = tiny.draw_tokens(wide.config, 2, 24), set[int]()
-    take_apart(wide)
+    linearize_experts(wide)
     for layer in wide.get_submodule(locate_layers(wide)).children():
         for name, members in list_experts(layer):
             routing.drop(layer, name, _KEEP)

@@ -6,7 +6,7 @@ from helpers.mixtures import make_mixture
 
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.whole_experts import Mixture, score_experts
-from struprune_plugin.model.experts import list_experts, take_apart
+from struprune_plugin.model.experts import linearize_experts, list_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.structure.tiny import draw_tokens
@@ -57,7 +57,7 @@ def test_many_experts_go_a_few_at_a_time(num_experts, step):
 def taken_apart(request):
     model = make_mixture(request.param)
     routing = find_routing(model)
-    take_apart(model)
+    linearize_experts(model)
     groups = find_groups(model, "none", False, prune_experts=True)
     return model, routing, groups
 

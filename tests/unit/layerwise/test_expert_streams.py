@@ -11,7 +11,7 @@ from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.dense_reference import TARGETS, Repair
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.experts import run_experts_fast, take_apart
+from struprune_plugin.model.experts import linearize_experts, run_experts_fast
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.unit_kind import select_groups
@@ -22,7 +22,7 @@ from struprune_plugin.units.expert_streams import visit_experts
 @pytest.fixture
 def model():
     model = build_tiny(make_config("mixtral", 2))
-    take_apart(model)
+    linearize_experts(model)
     return model
 
 

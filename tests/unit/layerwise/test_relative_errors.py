@@ -13,7 +13,7 @@ from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.dense_reference import TARGETS, DenseReference
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny
@@ -135,7 +135,7 @@ def test_outputs_of_zero_count_as_much_as_the_norm_lets_through():
 
 def test_experts_behind_a_norm_are_weighted_by_the_rms_of_their_sum():
     model = build_tiny(make_config("afmoe", 4))
-    take_apart(model)
+    linearize_experts(model)
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.mixture]
     ids = torch.randint(4, 60, (2, 16), generator=torch.Generator().manual_seed(1))
     experts = groups[0].mixture

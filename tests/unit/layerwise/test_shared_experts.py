@@ -12,7 +12,7 @@ from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.experts import take_apart
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
@@ -39,7 +39,7 @@ def test_a_shared_expert_joins_the_stream_with_the_others_where_it_is_added(mode
 
 def test_a_shared_expert_is_asked_for_its_output_and_what_the_stream_lacks():
     model = build_tiny(make_config("glm4_moe", 2))
-    take_apart(model)
+    linearize_experts(model)
     groups = find_groups(model, "none", prune_experts=True)
     shared = next(group for group in groups if group.join.block and not group.mixture)
     assert [group.name for group in groups if group.layer_index == shared.layer_index][-1] == shared.name

@@ -1,4 +1,4 @@
-"""Experts taken apart into linears, packed again, and the channels that are found in them."""
+"""Experts linearized, packed again, and the channels that are found in them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from compressed_tensors.offload import disable_onloading
 
 from eval.coverage import make_config
 from struprune_plugin.export.any_class import build_dense
-from struprune_plugin.model.experts import list_experts, list_packed_shapes, pack_experts, take_apart
+from struprune_plugin.model.experts import linearize_experts, list_experts, list_packed_shapes, pack_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
@@ -39,7 +39,7 @@ def list_bytes(model):
 def test_taken_apart_and_packed_again_they_are_the_same(model_type):
     model, tokens = build(model_type)
     before, wanted = list_bytes(model), run(model, tokens)
-    take_apart(model)
+    linearize_experts(model)
     assert any(list_experts(model))
     torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
     pack_experts(model)
@@ -55,7 +55,7 @@ def test_they_are_taken_apart_without_weights(model_type):
     """As ``struprune plan`` does."""
     model = build(model_type)[0]
     empty = build_dense(type(model), model.config)
-    take_apart(empty)
+    linearize_experts(empty)
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     assert any(list_experts(empty))
 
@@ -63,7 +63,7 @@ def test_they_are_taken_apart_without_weights(model_type):
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_cut_experts_are_packed_at_their_width_and_taken_apart_again(model_type):
     model, tokens = build(model_type)
-    take_apart(model)
+    linearize_experts(model)
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.mixture]
     for group in groups:
         layer = model.get_submodule(group.layer_name)
@@ -77,7 +77,7 @@ def test_cut_experts_are_packed_at_their_width_and_taken_apart_again(model_type)
     assert shapes.items() <= found.items()
     assert all(16 in shape or 32 in shape for name, shape in shapes.items() if "down_proj_bias" not in name)
     torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
-    take_apart(model)
+    linearize_experts(model)
     torch.testing.assert_close(run(model, tokens), wanted, rtol=1e-5, atol=1e-5)
     again = [group for group in find_groups(model, "none", prune_experts=True) if group.mixture]
     assert {group.num_units for group in again} == {16}

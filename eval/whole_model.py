@@ -25,8 +25,9 @@ from struprune_plugin.evaluation.scoring import load_checkpoint, measure_bits
 from struprune_plugin.evaluation.text import make_calibration_dataset
 from struprune_plugin.model.layers import count_prunable_parameters
 from struprune_plugin.reporting.tables import Table
+from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.vocabulary.trim import write_trim
-from struprune_plugin.vocabulary.trim_plan import check_source, plan_trim
+from struprune_plugin.vocabulary.trim_plan import TrimPlan, check_source, plan_trim
 
 Bits = Mapping[str, float]
 
@@ -47,30 +48,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--share", type=float, default=0.3, help="of all parameters of the model, as stored")
-    parser.add_argument("--rows", type=int, required=True, help="of the vocabulary that stay")
+    parser.add_argument("--rows", required=True, help="of the vocabulary that stay, or several: 65536,49152")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--effort", default="default")
     parsed = parser.parse_args()
     texts, source = read_scored(parsed), check_source(parsed.model)
     scores: dict[str, tuple[Bits, float]] = {}
     with tempfile.TemporaryDirectory() as scratch, read_ranking(parsed) as ranking:
-        plan = plan_trim(source, replace(ranking, vocabulary=parsed.rows))
-        rare = plan_trim(source, replace(ranking, vocabulary=parsed.rows, language=None))
+        sizes = [int(size) for size in parsed.rows.split(",")]
+        plans = [plan_trim(source, replace(ranking, vocabulary=size)) for size in sizes]
+        rare = plan_trim(source, replace(ranking, vocabulary=sizes[0], language=None))
         model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
         scores["dense"] = {n: measure_bits(model, tokenizer, text, parsed.window) for n, text in texts.items()}, 0.0
         print(scores, flush=True)
-        prunable, whole = count_prunable_parameters(model), plan.estimate(source.num_rows).parameters
+        prunable, whole = count_prunable_parameters(model), source.num_parameters
         del model
-        rest = (parsed.share * whole - (whole - plan.estimate(plan.size).parameters)) / prunable
-        trimmed, out = Path(scratch) / "trimmed", Path(scratch) / "out"
-        trimmed.mkdir()
-        write_trim(plan, trimmed)
-        for way, folder, sparsity in (
-            ("rows, then channels", str(trimmed), rest),
-            ("channels alone", parsed.model, parsed.share * whole / prunable),
-        ):
-            start = time.perf_counter()
-            smaller = load_checkpoint(folder)[1] if folder != parsed.model else tokenizer
+
+        def find_rest(plan: TrimPlan) -> float:
+            """Return the share of the linears that goes besides a plan's rows."""
+            return (parsed.share * whole - (whole - plan.estimate(plan.size).parameters)) / prunable
+
+        ways = [("channels alone", parsed.model, parsed.share * whole / prunable)]
+        for plan in plans:
+            trimmed = Path(scratch) / str(plan.size)
+            trimmed.mkdir()
+            write_trim(plan, trimmed)
+            ways.append((f"{plan.size:,} rows, then channels", str(trimmed), find_rest(plan)))
+        for way, folder, sparsity in ways:
+            start, out = time.perf_counter(), Path(scratch) / "out"
+            smaller = load_tokenizer(folder)
             data = make_calibration_dataset(str(ranking.text), smaller, parsed.num_samples, parsed.window)
             recipe = StruPruneModifier(sparsity=sparsity, effort=parsed.effort)
             options = {"dataset": data, "num_calibration_samples": len(data), "shuffle_calibration_samples": False}
@@ -81,7 +87,7 @@ def main() -> None:
             print(way, f"{sparsity:.1%} of the linears", scores[way], flush=True)
             del model
         data = make_calibration_dataset(str(ranking.text), tokenizer, parsed.num_samples, parsed.window)
-        result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), rest, rare.kept)
+        result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), find_rest(rare), rare.kept)
         for _, smaller in list_sizes(result.model, rare, [rare.size]):
             bits = {n: measure_bits(result.model, smaller, text, parsed.window) for n, text in texts.items()}
             scores["COMPACT"] = bits, result.seconds

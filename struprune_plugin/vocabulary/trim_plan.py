@@ -90,6 +90,11 @@ class Source:
     fixed: set[int]
     dropped: set[int]
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, as stored."""
+        return sum(tensor.count for tensor in self.stored.values())
+
 
 @dataclass(frozen=True)
 class TrimPlan:
@@ -121,9 +126,8 @@ class TrimPlan:
         """Return what a size is estimated to cost."""
         stored, gone = self.source.stored, self.num_tokens - size
         row = sum(stored[name].count // stored[name].shape[0] for name in self.source.rows)
-        whole = sum(tensor.count for tensor in stored.values())
         more = self.growth[gone - 1] if gone > 0 else 0.0
-        return CurvePoint(size, whole - row * (self.source.num_rows - size), more)
+        return CurvePoint(size, self.source.num_parameters - row * (self.source.num_rows - size), more)
 
     def draw_curve(self) -> list[CurvePoint]:
         """Return the sizes of a curve, the largest first, with the planned one."""

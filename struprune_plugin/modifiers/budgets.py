@@ -20,7 +20,12 @@ from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity
 from struprune_plugin.allocation.rules import Budget
 from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.model.experts import list_experts
-from struprune_plugin.model.layers import count_prunable_parameters, count_weight_bytes, find_decoder_layers
+from struprune_plugin.model.layers import (
+    count_parameters,
+    count_prunable_parameters,
+    count_weight_bytes,
+    find_decoder_layers,
+)
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.modifiers.fields import StructuredModifier
@@ -156,15 +161,22 @@ def find_budget(
     named = [kind.kind for kind in modifier.list_units()]
     num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures, named)
     weighed = "none" if modifier.sensitivity is None else "fisher"
-    if asked is not None and asked.bytes is not None:
-        dense, size = count_weight_bytes(model), model.dtype.itemsize
-        sparsity = max(dense - asked.bytes, 0) / size / num_prunable
+    if asked is not None:
+        dense, size = count_parameters(model), 1
+        limit = asked.find_limit(dense)
+        if asked.name == "bytes":
+            dense, size = count_weight_bytes(model), model.dtype.itemsize
+        sparsity = max(dense - limit, 0) / size / num_prunable
         removable = sum(one.max_removable for one in sizes) + (mixture.max_removable if mixture else 0)
         least = dense - size * removable
-        if asked.bytes < least:
+        if limit < least:
             raise ValueError(
-                f"budget.bytes: must be at least {least:,}, what stays if all removable units go, got {asked.bytes:,}. Raise it, "
-                "or prune more kinds of units."
+                f"budget.{asked.name}: must be at least {least:,}, what stays if all removable units go, got {limit:,}. Raise it, "
+                "prune more kinds of units, or let rows of the vocabulary go first (`--vocabulary auto`)."
+            )
+        if limit >= dense and asked.name == "parameters":
+            raise ValueError(
+                f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it."
             )
     num_experts = None
     if mixture is None:
@@ -180,12 +192,19 @@ def find_budget(
     return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts)
 
 
-def describe_limit(modifier: StructuredModifier, held: int) -> LimitRecord | None:
-    """Return the manifest's record of a budget of bytes; None under one of parameters.
+def describe_limit(modifier: StructuredModifier, whole: int, left: int, held: int) -> LimitRecord | None:
+    """Return the manifest's record of a budget; None under ``sparsity``.
 
-    :param held: bytes of the pruned weights
+    :param whole: parameters of the model before pruning
+    :param left: parameters of the pruned model
+    :param held: bytes of its weights
     """
-    return None if modifier.budget is None else LimitRecord("bytes", float(modifier.budget.bytes or 0), float(held))
+    budget = modifier.budget
+    if budget is None:
+        return None
+    return LimitRecord(
+        budget.name, float(budget.find_limit(whole)), float(left if budget.name == "parameters" else held)
+    )
 
 
 def find_mixture(

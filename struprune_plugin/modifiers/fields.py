@@ -40,12 +40,13 @@ EFFORTS: dict[str, dict[str, Any]] = {  # values of the fields that a recipe lea
 class BudgetConfig(Config):
     """One limit on the size of the pruned model.
 
-    :param parameters: share of parameters to remove, as ``sparsity``, which is the short form
+    :param parameters: parameters that stay, embeddings included: their number, or a share below 1 of the whole model's; met to
+        within the rounding of widths
     :param bytes: bytes of the saved weights, embeddings included, before a quantiser: a number, or digits before kB, MB
         or GB; met to within the rounding of widths
     """
 
-    parameters: float | None = Field(default=None, ge=0, lt=1)
+    parameters: float | None = Field(default=None, gt=0)
     bytes: ByteSize | None = Field(default=None, ge=1)
 
     @model_validator(mode="before")
@@ -63,7 +64,25 @@ class BudgetConfig(Config):
         names = [name for name, value in self if value is not None]
         if len(names) != 1:
             raise ValueError(f"must give parameters or bytes, got {', '.join(names) or 'none'}. Choose one.")
+        if self.parameters is not None and self.parameters >= 1 and not self.parameters.is_integer():
+            raise ValueError(
+                f"parameters must be a share below 1 or a whole number, got {self.parameters}. Correct it."
+            )
         return self
+
+    @property
+    def name(self) -> str:
+        """What is limited."""
+        return "parameters" if self.bytes is None else "bytes"
+
+    def find_limit(self, num_parameters: int) -> int:
+        """Return how many parameters, or bytes, may stay.
+
+        :param num_parameters: parameters of the model before pruning
+        """
+        if self.parameters is None:
+            return int(self.bytes or 0)
+        return int(self.parameters * num_parameters if self.parameters < 1 else self.parameters)
 
 
 class Fisher(Config):
@@ -158,13 +177,9 @@ class StructuredModifier(StageModifier):
     offload: bool = False
 
     @model_validator(mode="after")
-    def _split_budget(self) -> StructuredModifier:
-        """Move ``budget.parameters`` to ``sparsity``, its short form."""
-        if self.budget is not None:
-            if self.sparsity not in (None, self.budget.parameters):
-                raise ValueError("sparsity and budget are two budgets. Remove one of them.")
-            if self.budget.parameters is not None:
-                self.sparsity, self.budget = self.budget.parameters, None
+    def _check_budgets(self) -> StructuredModifier:
+        if self.budget is not None and self.sparsity is not None:
+            raise ValueError("sparsity and budget are two budgets. Remove one of them.")
         return self
 
     @model_validator(mode="after")

@@ -80,7 +80,7 @@ def plan_run(
         bytes=(held, left),
         experts=experts,
         rounding=budgets.describe_roundings(groups, setup.roundings),
-        limit=budgets.describe_limit(setup.recipe, left),
+        limit=budgets.describe_limit(setup.recipe, parameters, parameters - removed, left),
         needs=count_needs(model, setup, work),
         layers=_list_units(model),
     )

@@ -95,7 +95,7 @@ class RunSetup(Setup):
                 removed_parameters=removed,
                 met_sparsity=removed / self.budget.num_prunable,
                 rounding=budgets.describe_roundings(plan.list_left(self.groups), self.roundings),
-                limit=budgets.describe_limit(self.recipe, count_weight_bytes(model)),
+                limit=budgets.describe_limit(self.recipe, self.num_parameters, left, count_weight_bytes(model)),
             ),
             allocation=plan.record,
             computed_in=describe_precision(model.dtype, self.recipe.precision, get_main_device()),

@@ -79,8 +79,9 @@ def describe_rounding(rounding: RoundingRecord) -> str:
 
 
 def show_limit(record: LimitRecord) -> str:
-    """Return a budget of bytes, and what is planned for it, as text."""
-    return f"asked {format_bytes(record.asked)}, planned {format_bytes(record.planned)}"
+    """Return a budget, and what is planned for it, as text."""
+    show = format_bytes if record.name == "bytes" else "{:,.0f}".format
+    return f"asked {show(record.asked)}, planned {show(record.planned)}"
 
 
 def list_vocabulary_facts(record: VocabularyRecord | None) -> list[tuple[str, str]]:

@@ -60,11 +60,11 @@ class RoundingRecord:
 
 @dataclass(frozen=True, config=_CLOSED)
 class LimitRecord:
-    """Record of a budget of bytes."""
+    """Record of a budget."""
 
-    name: str  # ``bytes``
+    name: str  # ``bytes`` or ``parameters``
     asked: float
-    planned: float  # bytes of the pruned weights
+    planned: float  # bytes of the pruned weights, or their number
 
 
 @dataclass(frozen=True, config=_CLOSED)

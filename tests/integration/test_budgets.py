@@ -1,4 +1,4 @@
-"""Budgets of bytes: met in the saved model; refused by name where they cannot be."""
+"""Budgets of bytes and of all parameters: met in the saved model; refused by name where they cannot be."""
 
 import pytest
 import torch
@@ -45,8 +45,19 @@ def test_an_allocator_stage_takes_a_budget(llama, tmp_path):
     assert read_manifest(tmp_path / "out").budget.limit.planned <= asked
 
 
-def test_parameters_in_a_budget_are_the_sparsity():
-    assert StruPruneModifier(budget={"parameters": 0.3}).dump_fields() == StruPruneModifier(sparsity=0.3).dump_fields()
+@pytest.mark.parametrize("form", ["share", "number"])
+def test_parameters_are_those_of_the_whole_model(llama, tmp_path, form):
+    whole = AutoModelForCausalLM.from_pretrained(llama).num_parameters()
+    asked = 0.88 if form == "share" else int(0.88 * whole)
+    run(llama, tmp_path / "out", budget={"parameters": asked}, allocation="uniform")
+    manifest = read_manifest(tmp_path / "out")
+    record, left = manifest.budget.limit, manifest.model.parameters_after
+    assert (record.name, record.asked, record.planned) == ("parameters", int(0.88 * whole), left)
+    assert abs(left - 0.88 * whole) <= 3 * 64 * 4
+    assert f"asked {int(0.88 * whole):,}, planned {left:,}" in summarize_manifest(manifest, tmp_path / "out")
+
+
+def test_a_budget_is_read_back():
     bytes_alone = StruPruneModifier(budget={"bytes": "4GB"})
     assert StruPruneModifier(**bytes_alone.dump_fields()).dump_fields() == bytes_alone.dump_fields()
 
@@ -60,6 +71,8 @@ def test_parameters_in_a_budget_are_the_sparsity():
         ({"budget": {"bytes": "400XB"}}, "could not interpret byte unit: XB"),
         ({"budget": {"cache": 0.5}}, "cache\n.*not permitted"),
         ({"budget": [{"bytes": 9}, {"parameters": 0.2}]}, "budget\n.*should be a valid dictionary"),
+        ({"budget": {"parameters": 0}}, "parameters\n.*greater than 0"),
+        ({"budget": {"parameters": 7.5}}, "must be a share below 1 or a whole number, got 7.5"),
         ({"budget": {"parameters": 0.3}, "sparsity": 0.2}, "sparsity and budget are two budgets"),
         ({"budget": {"bytes": 9}, "sparsity": 0.2}, "sparsity and budget are two budgets"),
     ],
@@ -74,8 +87,13 @@ def test_a_budget_that_means_nothing_is_refused(fields, told):
     [
         (
             {"budget": {"bytes": 5000}},
-            r"budget.bytes: must be at least [\d,]+, .* got 5,000. Raise it, or prune more kinds",
+            r"budget.bytes: must be at least [\d,]+, .* got 5,000. Raise it, prune more kinds",
         ),
+        (
+            {"budget": {"parameters": 0.1}},
+            r"budget.parameters: must be at least [\d,]+, .* let rows of the vocabulary go",
+        ),
+        ({"budget": {"parameters": 10**9}}, r"budget.parameters: must be below the [\d,]+ of the model"),
         ({"budget": {"bytes": 10**6}, "importance": "l0"}, "`importance: l0` needs sparsity"),
     ],
 )

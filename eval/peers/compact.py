@@ -52,7 +52,7 @@ def prune_compact(
             for index, (call, mask) in enumerate(zip(calls, masks, strict=True)):
                 hidden[index] = run_again(call, layer, hidden[index]).cpu()
                 for group in members:
-                    inputs = seen.read(group).inputs.double().cpu().reshape(len(mask), -1)
+                    inputs = seen.inputs[group.consumer].double().cpu().reshape(len(mask), -1)
                     scores[group.name] += (inputs.square() * mask[:, None]).sum(0)
         for group in members:
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])

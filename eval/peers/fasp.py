@@ -13,8 +13,8 @@ from eval.peers.calibration import ROOM, record_calls, run_again
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import Visit, record
-from struprune_plugin.layerwise.statistics import GroupSums
+from struprune_plugin.layerwise.capture import ConsumerBatch, record
+from struprune_plugin.layerwise.moments import add_batch, assemble_moments, make_sums
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
@@ -65,13 +65,13 @@ def _gather_moments(
     layer: nn.Module, group: UnitGroup, calls: Sequence[LayerCall], hidden: Sequence[Tensor]
 ) -> SecondMoments:
     """Run the layer as it now is; return the moments of the group's consumer against its own outputs, in unit order."""
-    sums = GroupSums(layer, group, calls[0].device, ROOM)
+    sums = make_sums(layer, group, calls[0].device, ROOM)
     with record(layer, [group]) as seen:
         for call, states in zip(calls, hidden, strict=True):
             run_again(call, layer, states)
-            stream = seen.read(group)
-            sums.add(Visit(stream.source, stream.inputs, stream.output, call))
-    return GroupSums.finish([sums]).select(0).all
+            inputs, output = seen.inputs[group.consumer], seen.outputs[group.consumer]
+            add_batch(sums, ConsumerBatch(seen.find_source(group), inputs, output, call), ROOM)
+    return assemble_moments(layer, [group], [sums], ROOM).select(0).all
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:

@@ -202,8 +202,8 @@ def run_layer(
             after.append(run_again(call, layer, stream).cpu())
             products = []
             for group in groups:
-                found = seen.read(group)
-                inputs = (found.inputs if group.kind == "ffn" else append_one(found.source)).float()
+                is_ffn = group.kind == "ffn"
+                inputs = (seen.inputs[group.consumer] if is_ffn else append_one(seen.find_source(group))).float()
                 products.append((inputs.T @ inputs).double())
             moments = [total + own for total, own in zip(moments, products, strict=True)] if moments else products
     return moments, after

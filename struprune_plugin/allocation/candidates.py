@@ -29,8 +29,9 @@ from struprune_plugin.layerwise.calls import States, mark_tokens
 from struprune_plugin.layerwise.capture import replace_weights
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.ends import compute_logits
+from struprune_plugin.layerwise.moments import Moments
 from struprune_plugin.layerwise.passes import LayerStep, calibrating, stream_layers
-from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
+from struprune_plugin.layerwise.statistics import LayerStatistics, Stack
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments

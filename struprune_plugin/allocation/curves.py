@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.rules import AllocationRule, GroupStatistics
 from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.dense_reference import TARGETS
+from struprune_plugin.layerwise.moments import Moments
 from struprune_plugin.layerwise.passes import calibrating, stream_layers
-from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
+from struprune_plugin.layerwise.statistics import LayerStatistics, Stack
 from struprune_plugin.linalg.error_curves import measure_deletion_curve, measure_restored_curve, sum_increases
 from struprune_plugin.linalg.second_moments import count_sums, move_moments
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups

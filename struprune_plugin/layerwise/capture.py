@@ -22,36 +22,16 @@ _EPS = 1e-6  # of most norms
 _FAINT = 0.1  # of the RMS of a norm's factors: what lies below is not divided by
 
 
-@dataclass
-class Stream:
-    """Tensors of one group's module in the last forward pass, tokens flattened, padding included.
-
-    :param residual: residual stream that the output is added to, shape [tokens, d]
-    :param source: inputs of the producing linears, shape [tokens, d]
-    :param inputs: inputs of the consuming linear, shape [tokens, n]
-    :param output: outputs of the consuming linear, shape [tokens, d]
-    :param normed: what the norm behind it returns, shape [tokens, d], float32; None without one
-    :param gain: the norm's factor on every channel, shape [d], float32; infinite where it is nearly 0
-    """
-
-    residual: Tensor
-    source: Tensor
-    inputs: Tensor
-    output: Tensor
-    normed: Tensor | None = None
-    gain: Tensor | None = None
-
-
 class Stopped(Exception):
     """Signal, not an error, that ends a forward pass once all that is wanted of it is known."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What modules of a decoder layer got and returned in its last forward pass, by their names.
+class ModuleTensors:
+    """What modules of a decoder layer got and returned in its last forward pass, by name; tokens flattened, padding included.
 
-    :param inputs: tokens flattened, shape [tokens, features]
-    :param outputs: copies, tokens flattened, shape [tokens, features]
+    :param inputs: shape [tokens, features]
+    :param outputs: copies, shape [tokens, features]
     :param arguments: all positional arguments
     :param gains: of norms behind consumers: what they return for a token of ones, shape [d]
     """
@@ -61,17 +41,25 @@ class Seen:
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     gains: dict[str, Tensor] = field(default_factory=dict)
 
-    def read(self, group: UnitGroup) -> Stream:
-        """Return the tensors of a group's module."""
-        residual, source = self.inputs[group.join.residual], self.inputs[next(iter(group.producers))]
+    def find_source(self, group: UnitGroup) -> Tensor:
+        """Return the inputs of a group's producing linears, shape [tokens, d]."""
+        return self.inputs[next(iter(group.producers))]
+
+    def read_residual(self, group: UnitGroup) -> Tensor:
+        """Return the residual stream that a group's output is added to, in units of it, shape [tokens, d], float32."""
+        residual, scale = self.inputs[group.join.residual], group.join.scale
         if group.join.parallel:
-            residual = residual + group.join.scale * self.outputs[group.join.parallel]
-        stream = Stream(residual, source, self.inputs[group.consumer], self.outputs[group.consumer])
-        if norm := group.join.normalizer:
-            gain = self.gains[norm].float()
-            faint = gain.abs() < _FAINT * gain.square().mean().sqrt()
-            stream.normed, stream.gain = self.outputs[norm].float(), gain.masked_fill(faint, torch.inf)
-        return stream
+            residual = residual + scale * self.outputs[group.join.parallel]
+        return residual.float() if scale == 1 else residual.float() / scale
+
+    def read_added(self, group: UnitGroup) -> Tensor:
+        """Return what a group adds to the residual stream, its output or what the norm behind it returns, [tokens, d], float32."""
+        return self.outputs[group.join.normalizer or group.consumer].float()
+
+    def read_gain(self, group: UnitGroup) -> Tensor:
+        """Return the factor of the norm behind a group on every channel, shape [d], float32; infinite where it is nearly 0."""
+        gain = self.gains[group.join.normalizer].float()
+        return gain.masked_fill(gain.abs() < _FAINT * gain.square().mean().sqrt(), torch.inf)
 
     def read_factors(self, group: UnitGroup) -> Tensor | None:
         """Return the inverse RMS of every token's output that a norm rescales, shape [tokens], float32; None without a norm.
@@ -94,12 +82,12 @@ def measure_rms(output: Tensor) -> Tensor:
 
 
 @contextmanager
-def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) -> Iterator[Seen]:
+def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) -> Iterator[ModuleTensors]:
     """Record what the modules around groups get and return in a decoder layer's forward passes.
 
     :param stop: end a pass with :class:`Stopped` where a single group is known once its consumer, and a norm behind it, have run
     """
-    seen, consumers = Seen(), {group.consumer for group in groups}
+    tensors, consumers = ModuleTensors(), {group.consumer for group in groups}
     stop = stop and len(groups) == 1 and not (groups[0].join.parallel or groups[0].join.block)
     stop = stop and groups[0].join.norm in ("", groups[0].consumer)
     norms = {g.join.normalizer for g in groups}
@@ -111,16 +99,16 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
     }
 
     def forget(_layer: nn.Module, _args: tuple) -> None:
-        for part in vars(seen).values():
+        for part in vars(tensors).values():
             part.clear()
 
     def see_input(name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen.inputs[name], seen.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
+        tensors.inputs[name], tensors.arguments[name] = _flatten(split_call(args, kwargs)[1]), args
 
     def see_output(name: str, module: nn.Module, _args: tuple, output: Any) -> None:
-        seen.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
+        tensors.outputs[name] = _flatten(list_parts(output)[0]).clone()  # later code may write into it
         if name in norms:
-            seen.gains[name] = module.forward(output.new_ones(1, 1, output.shape[-1]))[0, 0].detach()
+            tensors.gains[name] = module.forward(output.new_ones(1, 1, output.shape[-1]))[0, 0].detach()
         if name == last:
             raise Stopped
 
@@ -131,7 +119,7 @@ def record(layer: nn.Module, groups: Sequence[UnitGroup], stop: bool = False) ->
             stack.callback(layer.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True).remove)
         for name in outputs:
             stack.callback(layer.get_submodule(name).register_forward_hook(partial(see_output, name)).remove)
-        yield seen
+        yield tensors
 
 
 @contextmanager
@@ -224,15 +212,15 @@ def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: D
 
 
 @dataclass(frozen=True)
-class Visit:
-    """Inputs of one group's module on one micro-batch, and the target of its consumer.
+class ConsumerBatch:
+    """Inputs of one group's consumer on one micro-batch, and its target.
 
     :param source: inputs of the producing linears, shape [tokens, d]; empty for an expert
     :param inputs: inputs of the consuming linear, shape [tokens, n], in the module's order, see :meth:`UnitGroup.to_unit_order`
     :param target: target output of the consumer, shape [tokens, d], float32
     :param call: the layer's call: batch shape, attention mask, tokens that are not padding
     :param counts: for an expert, the number of rows of every sequence; its rows are tokens that count, in their order
-    :param weights: factors on errors, shape [rows], for an expert including the router's weights; None for ones
+    :param factors: factors on errors, shape [rows], for an expert including the router's weights; None for ones
     """
 
     source: Tensor
@@ -240,7 +228,7 @@ class Visit:
     target: Tensor
     call: LayerCall
     counts: Sequence[int] | None = None
-    weights: Tensor | None = None
+    factors: Tensor | None = None
 
     def split(self) -> list[slice | Tensor]:
         """Return one selector per sequence of the rows that count, as :func:`split_tokens` does."""

@@ -9,32 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, States
-from struprune_plugin.layerwise.capture import Seen, Stream, measure_rms, record
+from struprune_plugin.layerwise.capture import ModuleTensors, measure_rms, record
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Error that a layer's mixture, or a module beside it, has to repair.
-
-    :param error: error to be added to its output, shape [tokens, d], float32
-    :param factors: factors on the tokens' errors, shape [tokens], float32
-    """
-
-    error: Tensor
-    factors: Tensor
-
-    @classmethod
-    def of(cls, wanted: Tensor, now: Tensor) -> Repair:
-        """Return the difference between two streams; a token's factor is the inverse RMS of its stream, which norms divide by.
-
-        The first token of a text may hold nine tenths of the energy.
-
-        :param wanted: stream of the dense model, shape [tokens, d], float32
-        :param now: present stream, shape [tokens, d], float32
-        """
-        return cls(wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt())
 
 
 @dataclass(frozen=True)
@@ -86,31 +63,32 @@ class DenseReference:
             return
         plain, before = [group for group in groups if not group.mixture], self._states.get(index)
         mixture = next((group for group in groups if self._repairs(group)), None)
-        with record(layer, plain if mixture is None else [*plain, mixture]) as seen:
+        with record(layer, plain if mixture is None else [*plain, mixture]) as tensors:
             self._states[index] = call.run(layer, self._context, before).map(self._context.park)
         if before is not None:
             self._context.release(before.hidden)
         for group in plain:
             if not self._repairs(group):  # for which the stream after the sum is stored
-                stream = seen.read(group)
-                wanted = stream.output.float()
                 if self._is_residual(group):
-                    added = wanted if stream.normed is None else stream.normed
-                    wanted = added + _read_residual(group, stream)
+                    wanted = tensors.read_added(group) + tensors.read_residual(group)
+                else:
+                    wanted = tensors.outputs[group.consumer].float()
                 self._wanted[group.name, index] = self._context.park(wanted)
         if mixture is not None:
-            self._wanted[mixture.join.block, index] = self._context.park(seen.read_sum(mixture))
+            self._wanted[mixture.join.block, index] = self._context.park(tensors.read_sum(mixture))
 
-    def find_target(self, group: UnitGroup, stream: Stream, index: int) -> Tensor:
-        """Return a consumer's target, the same at every visit of a group; a ``local`` target is its output at the first one.
+    def find_target(self, group: UnitGroup, tensors: ModuleTensors, index: int) -> tuple[Tensor, Tensor | None]:
+        """Return a consumer's target, shape [tokens, d], float32, on the device, and factors on the tokens' errors, None for ones.
 
-        A group that is not visited again gives up the dense output.
-
-        :return: shape [tokens, d], float32, on the device
+        The target is the same at every visit of a group; a ``local`` one is its output at the first. A group that is not visited
+        again gives up the dense output.
         """
-        key, now = (group.name, index), stream.output.float()
+        key, now = (group.name, index), tensors.outputs[group.consumer].float()
+        if (missing := self.find_missing(group, tensors, index)) is not None:
+            return now + missing[0], missing[1]
+        factors = tensors.read_factors(group)
         if key in self._asked:
-            return self._context.to_device(self._asked[key], now.device)
+            return self._context.to_device(self._asked[key], now.device), factors
         wanted = now
         if self.target.is_dense:
             if key not in self._wanted:
@@ -122,26 +100,29 @@ class DenseReference:
             wanted = self._context.to_device(held, now.device)
             self._context.release(held)
             if self._is_residual(group):
-                wanted = wanted - _read_residual(group, stream)
-                if (
-                    stream.normed is not None and stream.gain is not None
-                ):  # to first order, what the norm is to give more
-                    wanted = now + measure_rms(now)[:, None] / stream.gain * (wanted - stream.normed)
-        return self._ask(key, now, wanted, self.target.share)
+                wanted = wanted - tensors.read_residual(group)
+                if group.join.normalizer:  # to first order, what the norm is to give more
+                    short = wanted - tensors.read_added(group)
+                    wanted = now + measure_rms(now)[:, None] / tensors.read_gain(group) * short
+        return self._ask(key, now, wanted, self.target.share), factors
 
-    def find_repair(self, group: UnitGroup, seen: Seen, index: int) -> Repair | None:
-        """Return the error that experts have to add to their sum, so that the stream after it equals the dense one; None where the
-        targets are the present outputs.
+    def find_missing(self, group: UnitGroup, tensors: ModuleTensors, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return what a group of a mixture, or of a module beside it, has to add to its sum, so that the stream after it equals
+        the dense one, shape [tokens, d], and factors on the tokens' errors, shape [tokens], float32; None where the target is
+        another.
 
-        :param group: a group of an expert, or of a module beside the experts
+        A factor is the inverse RMS of the token's stream, which norms divide by: a text's first token may hold nine tenths of the
+        energy.
         """
         if not self._repairs(group):
             return None
-        key, now = (group.name, index), seen.read_sum(group)
+        key, now = (group.name, index), tensors.read_sum(group)
         if key in self._asked:
-            return Repair.of(self._context.to_device(self._asked[key], now.device), now)
-        wanted = self._context.to_device(self._wanted[group.join.block, index], now.device)
-        return Repair.of(self._ask(key, now, wanted, 1.0 if self._repairs_all else self.target.share), now)
+            wanted = self._context.to_device(self._asked[key], now.device)
+        else:
+            dense = self._context.to_device(self._wanted[group.join.block, index], now.device)
+            wanted = self._ask(key, now, dense, 1.0 if self._repairs_all else self.target.share)
+        return wanted - now, now.square().mean(1).clamp(min=1e-12).rsqrt()
 
     def _ask(self, key: tuple[str, int], now: Tensor, wanted: Tensor, share: float) -> Tensor:
         """Return what solves ask of a group on a batch: a share of the way from what it gives now to what is wanted."""
@@ -175,9 +156,3 @@ class DenseReference:
         """Return whether a group's target is the dense residual stream; where neither a sum nor a norm is known to lie between, it
         is the dense output."""
         return self.target.is_residual and (group.join.is_direct or bool(group.join.normalizer))
-
-
-def _read_residual(group: UnitGroup, stream: Stream) -> Tensor:
-    """Return the residual stream in units of what is added to it, shape [tokens, d], float32."""
-    residual = stream.residual.float()
-    return residual if group.join.scale == 1 else residual / group.join.scale

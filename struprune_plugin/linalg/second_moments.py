@@ -80,6 +80,7 @@ class MomentSums:
     :param sizes: (n, d): inputs and outputs of the linear
     :param dtype: of the sums, float32 or float64
     :param fetch: moves a product to the device of the sums, where the activations are on another
+    :ivar num_rows: number of tokens added
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class MomentSums:
         self._sizes = num_inputs, num_inputs, num_outputs, 1
         self._sums = make(sum(self._sizes))
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.num_rows = 0
 
     def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of one sequence, or of several, as :func:`accumulate_moments` does.
@@ -103,6 +105,7 @@ class MomentSums:
 
         :param weights: factor on the error of each token, shape [tokens]; None for ones
         """
+        self.num_rows += len(inputs)
         narrow, rounds = _multiplies_narrow(inputs, self._dtype), inputs.dtype is torch.bfloat16
         fetch = self._fetch or (lambda tensor: tensor)
         tokens = min(_FETCHED if self._fetch else len(inputs), len(inputs) if inputs.is_cuda else _TERMS)

@@ -124,11 +124,12 @@ class UnitKind(Config):
         return self.label
 
     def visit_mixture(
-        self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Any, call: Any, repair: Any
+        self, layer: nn.Module, groups: Sequence[UnitGroup], tensors: Any, call: Any, missing: Any
     ) -> Iterator[tuple[UnitGroup, Any]]:
-        """Yield every group of a mixture with its visit in a forward pass; see ``layerwise/capture.py`` for ``seen`` and visits.
+        """Yield every group of a mixture with its ``ConsumerBatch`` (``layerwise/capture.py``) in a forward pass.
 
-        :param repair: error that the mixture has to repair, or None
+        :param tensors: ``ModuleTensors`` of the pass
+        :param missing: what the mixture has to add, and factors on the tokens' errors, or None
         """
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.budget import MAX_SPARSITY
-from struprune_plugin.layerwise.capture import Visit
+from struprune_plugin.layerwise.capture import ConsumerBatch
 from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import keep_last, order_units, unit_columns
 from struprune_plugin.linalg.second_moments import append_bias, make_moments, measure_error, with_bias_index
@@ -117,7 +117,7 @@ class ADMMRun:
         cut = [part for name, parts in self.group.producers.items() for part in producers[name].chunk(len(parts))]
         return torch.cat([part.view(self.group.num_units, -1, part.shape[1]) for part in cut], 1)
 
-    def _start(self, visit: Visit, weights: Parts) -> None:
+    def _start(self, visit: ConsumerBatch, weights: Parts) -> None:
         """Add a batch, with variables computed from the weights."""
         for sample in self._list_samples(visit):
             if isinstance(sample, Sample):
@@ -131,13 +131,13 @@ class ADMMRun:
     def _park(self, tensors: Parts) -> tuple[Tensor, ...]:
         return tuple(self.context.park(tensor, "variables") for tensor in tensors)
 
-    def _pick_tokens(self, visit: Visit) -> Sample:
+    def _pick_tokens(self, visit: ConsumerBatch) -> Sample:
         """Return the tokens without padding, in float32."""
         device = visit.source.device
         tokens = slice(None) if visit.call.tokens is None else self.context.to_device(visit.call.tokens, device)
         return Sample(visit.source[tokens].float(), visit.target[tokens])
 
-    def _list_samples(self, visit: Visit) -> Iterator[Sample | AttentionSample]:
+    def _list_samples(self, visit: ConsumerBatch) -> Iterator[Sample | AttentionSample]:
         """Yield a batch's tokens, for attention sequence by sequence."""
         if not self.group.unit.is_mixer:
             yield self._pick_tokens(visit)

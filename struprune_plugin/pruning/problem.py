@@ -8,7 +8,8 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from struprune_plugin.layerwise.statistics import Moments, Stack
+from struprune_plugin.layerwise.moments import Moments
+from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.rotation import rotate_columns, rotate_moments
 from struprune_plugin.linalg.second_moments import SecondMoments, move_moments
 from struprune_plugin.linalg.solve import damp_moments, weigh_outputs

@@ -19,8 +19,9 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from struprune_plugin.layerwise.moments import Moments
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.layerwise.statistics import LayerStatistics, Moments, Stack
+from struprune_plugin.layerwise.statistics import LayerStatistics, Stack
 from struprune_plugin.model import surgery
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation

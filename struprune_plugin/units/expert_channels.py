@@ -60,9 +60,9 @@ class ExpertChannels(FFNChannels):
                 yield replace(group, mixture=experts.output, tie=self.kind)
 
     def visit_mixture(
-        self, layer: nn.Module, groups: Sequence[UnitGroup], seen: Any, call: Any, repair: Any
+        self, layer: nn.Module, groups: Sequence[UnitGroup], tensors: Any, call: Any, missing: Any
     ) -> Iterator[tuple[UnitGroup, Any]]:
-        yield from visit_experts(layer, groups, seen, call, repair)
+        yield from visit_experts(layer, groups, tensors, call, missing)
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         members: Any = layer.get_submodule(unit.output)

@@ -9,50 +9,57 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import Seen, Visit
-from struprune_plugin.layerwise.dense_reference import Repair
+from struprune_plugin.layerwise.capture import ConsumerBatch, ModuleTensors
 from struprune_plugin.model.unit_kind import UnitGroup
 
 
 def visit_experts(
-    layer: nn.Module, groups: Sequence[UnitGroup], seen: Seen, call: LayerCall, repair: Repair | None
-) -> Iterator[tuple[UnitGroup, Visit]]:
-    """Yield every group with its visit in the recorded forward pass: its tokens sorted, without padding and those of weight 0.
+    layer: nn.Module,
+    groups: Sequence[UnitGroup],
+    tensors: ModuleTensors,
+    call: LayerCall,
+    missing: tuple[Tensor, Tensor] | None,
+) -> Iterator[tuple[UnitGroup, ConsumerBatch]]:
+    """Yield every group with its inputs and target in a forward pass: its tokens sorted, without padding and those of weight 0.
 
     An error r is split among the experts of a token such that they change least: the one with weight g changes by
     ``g r / sum g^2``.
 
     :param groups: groups of one list of experts
-    :param repair: error that the experts have to repair, or None
+    :param missing: what the experts have to add, shape [tokens, d], and factors on the tokens' errors; None for nothing
     """
     experts: Any = layer.get_submodule(groups[0].mixture)
-    scales = seen.read_factors(groups[0])  # of the norm behind the sum
-    args = seen.arguments[groups[0].mixture]  # without a router's choice for Llama 4
-    routed = _read_routing(experts.num_experts, args[1], args[2], call, repair) if len(args) > 2 else None
+    scales = tensors.read_factors(groups[0])  # of the norm behind the sum
+    args = tensors.arguments[groups[0].mixture]  # without a router's choice for Llama 4
+    routed = (
+        _read_routing(experts.num_experts, args[1], args[2], call, missing and missing[1]) if len(args) > 2 else None
+    )
     for group in groups:
-        stream = seen.read(group)
+        inputs, output = tensors.inputs[group.consumer], tensors.outputs[group.consumer]
         if routed is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero
-            rows = (stream.source.ne(0).any(1) & call.mark_tokens().to(stream.source.device)).nonzero().flatten()
+            source = tensors.find_source(group)
+            rows = (source.ne(0).any(1) & call.mark_tokens().to(source.device)).nonzero().flatten()
             batch, length = call.batch_shape
             counts = torch.bincount(rows // length, minlength=batch).tolist()
-            target, factors = stream.output[rows].float(), torch.ones_like(rows).float()
+            target, factors = output[rows].float(), torch.ones_like(rows).float()
         else:
             rows, tokens, factors, counts, shares = routed[group.entry]
-            target = stream.output[rows].float()
-            if repair is not None:
-                target = target + shares[:, None] * repair.error[tokens]
+            target = output[rows].float()
+            if missing is not None:
+                target = target + shares[:, None] * missing[0][tokens]
         if scales is not None:
             factors = factors * scales[rows if routed is None else tokens]
-        yield group, Visit(stream.source[:0], stream.inputs[rows], target, call, counts, factors)
+        yield group, ConsumerBatch(tensors.find_source(group)[:0], inputs[rows], target, call, counts, factors)
 
 
 def _read_routing(
-    num_experts: int, chosen: Tensor, weights: Tensor, call: LayerCall, repair: Repair | None
+    num_experts: int, chosen: Tensor, weights: Tensor, call: LayerCall, on_errors: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor, list[int], Tensor]]:
     """Return the routing of a batch, for all experts in a few operations, because the host waits for their number of rows.
 
     :param chosen: experts of every token, shape [tokens, k], int64
     :param weights: factors on their outputs, shape [tokens, k]
+    :param on_errors: factors on the tokens' errors, shape [tokens], where these are to be repaired
     :return: by expert, the rows of its inputs that count, in the order of their tokens; these tokens; factors on errors of its
         outputs, float32; the number of rows in every sequence; the shares of these tokens' errors that it has to repair, float32
     """
@@ -67,9 +74,9 @@ def _read_routing(
     counts = torch.bincount(places, minlength=num_experts * batch).view(num_experts, batch).tolist()
     rows, token, weight = kept - starts[expert[kept]], token[kept], weight[kept]
     factor = shares = weight
-    if repair is not None:
+    if on_errors is not None:
         energy = weights.float().square().sum(1)[token]
-        factor, shares = weight * repair.factors[token], weight / energy.clamp(min=1e-12)
+        factor, shares = weight * on_errors[token], weight / energy.clamp(min=1e-12)
     sizes = [sum(per_sequence) for per_sequence in counts]
     parts = (rows.split(sizes), token.split(sizes), factor.split(sizes), counts, shares.split(sizes))
     return list(zip(*parts, strict=True))

@@ -8,7 +8,7 @@ from compressed_tensors.offload import offload_module
 
 from eval.coverage import make_config
 from struprune_plugin.layerwise.capture import record
-from struprune_plugin.layerwise.dense_reference import TARGETS, Repair
+from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import linearize_experts, run_experts_fast
@@ -80,15 +80,15 @@ def test_what_experts_of_a_token_are_to_add_makes_up_the_error(model):
     call = step.flows[0].enter(0)
     groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
     wrong = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
-    repair = Repair(wrong, torch.full((32,), 0.5))
+    missing = wrong, torch.full((32,), 0.5)
     with torch.no_grad(), record(layer, groups) as seen:
         call.run(layer, statistics.context)
         plain = {group.name: visit for group, visit in visit_experts(layer, groups, seen, call, None)}
         added, chosen = torch.zeros_like(wrong), see_experts(model, batch)[0]["routing"][0]
-        for group, visit in visit_experts(layer, groups, seen, call, repair):
+        for group, visit in visit_experts(layer, groups, seen, call, missing):
             change = visit.target - plain[group.name].target
-            own = plain[group.name].weights
-            torch.testing.assert_close(visit.weights, 0.5 * own)
+            own = plain[group.name].factors
+            torch.testing.assert_close(visit.factors, 0.5 * own)
             added[(chosen == group.entry).any(1)] += own[:, None] * change
     torch.testing.assert_close(added, wrong, rtol=1e-4, atol=1e-4)
 

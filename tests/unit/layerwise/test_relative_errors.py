@@ -106,12 +106,12 @@ def test_a_target_behind_a_norm_makes_up_for_the_error_of_the_stream(consumer):
             dense = seen.inputs[group.join.residual] + seen.outputs[group.join.normalizer]
             noise = torch.randn(call.hidden.shape, generator=torch.Generator().manual_seed(2))
             replace(call, hidden=call.hidden + 1e-4 * noise).run(step.layer, context)
-            stream = seen.read(group)
-        target = reference.find_target(group, stream, 0)
+            output, residual = seen.outputs[group.consumer], seen.read_residual(group)
+        target, _ = reference.find_target(group, seen, 0)
         norm = step.layer.get_submodule(group.join.normalizer)
-        before, after = (dense - stream.residual - norm(output) for output in (stream.output, target))
-        along = torch.nn.functional.normalize(stream.output, dim=1)
-        errors = [error / stream.gain for error in (before, after)]
+        before, after = (dense - residual - norm(each) for each in (output, target))
+        along = torch.nn.functional.normalize(output, dim=1)
+        errors = [error / seen.read_gain(group) for error in (before, after)]
         missed = [error - (error * along).sum(1, keepdim=True) * along for error in errors]
     assert float(missed[1].norm()) < 0.02 * float(missed[0].norm())
 

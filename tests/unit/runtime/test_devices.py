@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.layerwise.calls import LayerCall
-from struprune_plugin.layerwise.capture import Visit
-from struprune_plugin.layerwise.statistics import GroupSums
+from struprune_plugin.layerwise.capture import ConsumerBatch
+from struprune_plugin.layerwise.moments import add_batch, assemble_moments, make_sums
 from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
@@ -130,9 +130,13 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
     inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
         call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
-        sums = GroupSums(layer, group, DEVICE, DeviceContext(offload), hold_out=True, num_before=3)
-        sums.add(Visit(inputs.to(DEVICE), inputs.to(DEVICE), target.to(DEVICE), call))
-        found = GroupSums.finish([sums]).select(0)
+        context, batch = (
+            DeviceContext(offload),
+            ConsumerBatch(*(part.to(DEVICE) for part in (inputs, inputs, target)), call),
+        )
+        sums = make_sums(layer, group, DEVICE, context, hold_out=True)
+        add_batch(sums, batch, context, num_before=3)
+        found = assemble_moments(layer, [group], [sums], context).select(0)
     side = torch.device("cpu") if offload else DEVICE
     assert found.all.gram.device == found.held.gram.device == found.all.target_energy.device == side
     expected = make_moments(torch.empty(16, group.num_columns + 1))

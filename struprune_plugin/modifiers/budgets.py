@@ -28,7 +28,7 @@ from struprune_plugin.model.layers import (
 )
 from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.unit_kind import UnitGroup
-from struprune_plugin.modifiers.fields import StructuredModifier
+from struprune_plugin.modifiers.fields import BudgetConfig, StructuredModifier
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
@@ -190,6 +190,16 @@ def find_budget(
             f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
         )
     return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts)
+
+
+def fix_budgets(modifiers: Sequence[Modifier], num_parameters: int) -> None:
+    """Set budgets that are shares of a model's parameters to numbers of them: rows of its vocabulary go before the run.
+
+    :param num_parameters: parameters of the whole model
+    """
+    for modifier in modifiers:
+        if isinstance(modifier, StructuredModifier) and modifier.budget is not None and modifier.budget.bytes is None:
+            modifier.budget = BudgetConfig(parameters=modifier.budget.find_limit(num_parameters))
 
 
 def describe_limit(modifier: StructuredModifier, whole: int, left: int, held: int) -> LimitRecord | None:

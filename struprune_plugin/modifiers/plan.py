@@ -25,6 +25,7 @@ from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
+from struprune_plugin.vocabulary.trim_plan import TrimPlan
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RunPlan:
     """Sizes of a run's result, with the same cut in all modules of a kind, and what the run needs.
 
     :param sparsity: share of the prunable parameters that goes
-    :param parameters: parameters of the model, and of the result
+    :param parameters: parameters of the model with all rows of its vocabulary, and of the result
     :param bytes: bytes of the weights on the disk in the dtype of the run, before and after, before a quantiser
     :param experts: text that says how many whole experts are kept; empty if none may be removed
     :param layers: numbers of the layers, by what can be removed or stays whole there, as text
@@ -50,17 +51,26 @@ class RunPlan:
 
 @reset_torch()
 def plan_run(
-    path: str, modifiers: Sequence[Modifier], work: Workload, dtype: str = "auto", trust_remote_code: bool = False
+    path: str,
+    modifiers: Sequence[Modifier],
+    work: Workload,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    trim: TrimPlan | None = None,
 ) -> RunPlan:
     """Return the plan of a run on a model, from its configuration.
 
     The spread of a budget over layers needs calibration data, its sum does not. So all modules are assumed to lose the same share.
 
+    :param trim: rows of the vocabulary that go first
     :raises ValueError: no configuration, an unsupported architecture, quantised weights; the recipe prunes nothing; a budget is
         not given, or cannot be met
     """
     config = check_checkpoint(path, trust_remote_code)
-    model = build_shapes(path, config, dtype)
+    whole = model = build_shapes(path, config, dtype)
+    if trim is not None:
+        budgets.fix_budgets(modifiers, count_parameters(whole))
+        model = build_shapes(path, trim.resize(config), str(whole.dtype).removeprefix("torch."))
     check_pruned(modifiers, config)
     check_allocator(modifiers)
     place = next((place for place, each in enumerate(modifiers) if isinstance(each, StruPruneModifier)), None)
@@ -72,15 +82,15 @@ def plan_run(
     removed, experts = setup.count_removed(), ""
     if mixture is not None and budget.num_experts is not None:
         experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
-    parameters, held = count_parameters(model), count_weight_bytes(model)
-    left = held - removed * model.dtype.itemsize
+    parameters, left = count_parameters(whole), count_parameters(model) - removed
+    left_bytes = count_weight_bytes(model) - removed * model.dtype.itemsize
     return RunPlan(
         sparsity=budget.sparsity,
-        parameters=(parameters, parameters - removed),
-        bytes=(held, left),
+        parameters=(parameters, left),
+        bytes=(count_weight_bytes(whole), left_bytes),
         experts=experts,
         rounding=budgets.describe_roundings(groups, setup.roundings),
-        limit=budgets.describe_limit(setup.recipe, parameters, parameters - removed, left),
+        limit=budgets.describe_limit(setup.recipe, parameters, left, left_bytes),
         needs=count_needs(model, setup, work),
         layers=_list_units(model),
     )

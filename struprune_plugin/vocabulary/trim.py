@@ -80,7 +80,13 @@ def trim_first(model: str, output: Path, overwrite: bool, trusts: bool, **rankin
         record = trim_vocabulary(model, folder, trust_remote_code=trusts, **ranking)
         yield str(folder)
         manifest = read_manifest(output)
-        named = replace(manifest.model, base=record.base, parameters_before=record.parameters_before)
+        whole = manifest.model.parameters_before + record.parameters_before - record.parameters_after
+        named = replace(
+            manifest.model,
+            base=record.base,
+            parameters_before=whole,
+            removed_share=1 - manifest.model.parameters_after / whole,
+        )
         write_manifest(manifest.model_copy(update={"model": named}), output)
         write_card(output)
     finally:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.text import stream_texts
 from struprune_plugin.model.structure.shrinking import find_vocabulary
@@ -28,7 +29,7 @@ from struprune_plugin.vocabulary.ranking_text import (
     split_texts,
 )
 from struprune_plugin.vocabulary.tensor_rows import Stored, find_row_tensors, match_rows, read_headers
-from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read_settings
+from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read_settings, resize_config
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson, read_tokenizer_json
 
 MULTIPLE = 64  # of rows: engines pad to it
@@ -121,6 +122,12 @@ class TrimPlan:
         """Sorted ids of the tokens that stay."""
         gone = {*self.order[: self.num_tokens - self.size]}
         return sorted(number for number in self.source.tokenizer.tokens if number not in gone)
+
+    def resize(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Return the configuration of the model with the kept rows alone."""
+        kept = self.kept
+        new_ids = {old: new for new, old in enumerate(kept)}
+        return resize_config(config, lambda rows: bisect_left(kept, rows), new_ids)
 
     def estimate(self, size: int) -> CurvePoint:
         """Return what a size is estimated to cost."""

@@ -70,21 +70,21 @@ def prune(
     screen, changes = Screen(as_json, quiet), opt.read_changes(settings, budget, sparsity=sparsity, effort=effort)
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
+    from struprune_plugin.modifiers.plan import count_from_whole
+    from struprune_plugin.recipes.load import load_recipe
     from struprune_plugin.vocabulary.trim import trim_first
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
     run = opt.describe_run(dtype, trust_remote_code, data, text_column, no_window_bos, windows, batch_size)
-    size = None if vocabulary is None else opt.read_vocabulary(vocabulary)
-    if size is None and (language or words):
-        raise ValueError("--language, --words: must come with --vocabulary, got none. Add it, or leave them out.")
-    ranked: dict[str, Any] = {"text": run["dataset"], "text_column": text_column, "language": language, "words": words}
+    ranking = opt.read_ranking(vocabulary, data, text_column, language, words)
     with ExitStack() as stack:
         scratch = None if offload is None else stack.enter_context(own_folder(offload))
-        source = model
-        if size is not None:
-            trimmed = trim_first(model, output, overwrite, trust_remote_code, vocabulary=size, **ranked)
-            source = stack.enter_context(trimmed)
-        oneshot(source, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
+        if ranking is None:
+            oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
+        else:
+            counted = count_from_whole(model, load_recipe(recipe, changes), trust_remote_code)
+            trimmed = stack.enter_context(trim_first(model, output, overwrite, trust_remote_code, **ranking))
+            oneshot(trimmed, counted, output, overwrite, scratch, checkpoint, seed, **run)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
     record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
     screen.show(record, *tables.summarize_output(output))
@@ -98,6 +98,11 @@ def plan(
     num_samples: opt.NumSamples = None,
     seq_length: opt.SeqLength = None,
     batch_size: opt.BatchSize = 8,
+    data: opt.Data = None,
+    text_column: opt.TextColumn = "text",
+    vocabulary: opt.SmallVocabulary = None,
+    language: opt.Language = None,
+    words: opt.Words = None,
     settings: opt.Settings = None,
     sparsity: opt.Sparsity = None,
     budget: opt.Budget = None,
@@ -107,18 +112,30 @@ def plan(
 ) -> None:
     """Predict the sizes of a pruning run's result and the memory of the run, without pruning.
 
-    The plan needs the model's configuration alone; it loads no weights.
+    The plan loads no weights. It needs the model's configuration alone, and with --vocabulary the model's folder and --data.
     """
     screen, changes = Screen(as_json, quiet), opt.read_changes(settings, budget, sparsity=sparsity, effort=effort)
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.modifiers.plan import Workload, format_plan, plan_run
     from struprune_plugin.recipes.load import load_recipe
+    from struprune_plugin.vocabulary.trim import describe_trim
+    from struprune_plugin.vocabulary.trim_plan import Ranking, check_source, plan_trim
 
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
-    forecast = plan_run(model, load_recipe(recipe, changes).modifiers, work, dtype, trust_remote_code)
+    modifiers, ranking = (
+        load_recipe(recipe, changes).modifiers,
+        opt.read_ranking(vocabulary, data, text_column, language, words),
+    )
+    rows = None if ranking is None else plan_trim(check_source(model, trusts=trust_remote_code), Ranking(**ranking))
+    forecast = plan_run(model, modifiers, work, dtype, trust_remote_code, rows)
+    trimmed = None if rows is None else describe_trim(rows)
     title = f"{model} by {recipe}, sparsity {forecast.sparsity:g} of the layers' linear parameters, "
-    title += f"{1 - forecast.parameters[1] / forecast.parameters[0]:.1%} of the whole model (embeddings and head stay)"
-    screen.show({"model": model, "recipe": recipe, **asdict(forecast)}, title, *format_plan(forecast))
+    title += f"{1 - forecast.parameters[1] / forecast.parameters[0]:.1%} of the whole model "
+    title += "(embeddings and head stay)" if trimmed is None else "(rows of the vocabulary included)"
+    record = {"model": model, "recipe": recipe, **asdict(forecast)}
+    record |= {} if trimmed is None else {"vocabulary": trimmed.model_dump(exclude={"kept"})}
+    parts = [] if trimmed is None else [tables.format_facts(tables.list_vocabulary_facts(trimmed))]
+    screen.show(record, title, *parts, *format_plan(forecast))
 
 
 def trim(

@@ -61,7 +61,7 @@ BatchSize = Annotated[int, option("--batch-size", "samples on the device at a ti
 
 _CHANGES = "Changes to the recipe"
 _REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [default: the recipe's, 0.2 in struprune]"
-_LIMIT = "limit for the pruned model, e.g. '{bytes: 400MB}'"
+_LIMIT = "limit for the whole model, e.g. '{parameters: 0.7}' or '{bytes: 400MB}'"
 _EFFORT = "fast saves time; best improves quality, with up to four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"
 Sparsity = Annotated[float | None, option("--sparsity", _REMOVE, "R", _CHANGES, parser=_read_share)]
@@ -169,6 +169,22 @@ def read_sparsities(text: str) -> list[float]:
             "Write, for example, 0.1:0.6:0.1 or 0.2,0.4."
         )
     return sparsities
+
+
+def read_ranking(
+    vocabulary: str | None, data: str | None, column: str, language: str | None, words: Path | None
+) -> dict[str, Any] | None:
+    """Return fields of :class:`~struprune_plugin.vocabulary.trim_plan.Ranking`, for rows that go first; None if none do."""
+    if vocabulary is None:
+        if language or words:
+            raise ValueError("--language, --words: must come with --vocabulary, got none. Add it, or leave them out.")
+        return None
+    size = read_vocabulary(vocabulary)
+    if data is None:
+        raise ValueError(
+            "--vocabulary: must come with --data, text like that which the model will read, got none. Add it."
+        )
+    return {"text": data, "vocabulary": size, "text_column": column, "language": language, "words": words}
 
 
 def read_vocabulary(text: str) -> float | Literal["auto"]:

@@ -176,7 +176,8 @@ def find_budget(
             )
         if limit >= dense and asked.name == "parameters":
             raise ValueError(
-                f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it."
+                f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
+                "if rows of the vocabulary alone meet it, use `struprune trim`."
             )
     num_experts = None
     if mixture is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from llmcompressor.modifiers import Modifier
+from llmcompressor.recipe import Recipe
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -94,6 +95,13 @@ def plan_run(
         needs=count_needs(model, setup, work),
         layers=_list_units(model),
     )
+
+
+def count_from_whole(path: str, recipe: Recipe, trust_remote_code: bool = False) -> Recipe:
+    """Return a recipe whose budgets of parameters count from a model before rows of its vocabulary go; changed in place."""
+    whole = build_shapes(path, check_checkpoint(path, trust_remote_code))
+    budgets.fix_budgets(recipe.modifiers, count_parameters(whole))
+    return recipe
 
 
 def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> PreTrainedModel:

@@ -116,7 +116,8 @@ def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
     if (folder / MANIFEST_NAME).is_file():
         manifest = read_manifest(folder)
         left = manifest.model.parameters_after - record.parameters_before + record.parameters_after
-        named = replace(manifest.model, parameters_after=left)
+        gone = 1 - left / manifest.model.parameters_before
+        named = replace(manifest.model, parameters_after=left, removed_share=gone)
         write_manifest(manifest.model_copy(update={"model": named}), folder)
     earlier = read_record(source.folder)
     if earlier is not None:

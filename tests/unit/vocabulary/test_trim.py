@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import yaml
 from helpers.tokenizers import FORMS, fuzz_texts, load_logits, make_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -326,6 +327,39 @@ def test_prune_trims_first(plain, tmp_path, capsys):
     assert cli.main([*command, "--vocabulary", "0.9"]) == 2
     assert cli.main([*command, "--language", "en", "--overwrite"]) == 2
     assert cli.main([*command, "--vocabulary", "10", "--overwrite"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_budget_counts_rows_and_units(plain, tmp_path, capsys):
+    """A share of all parameters: rows first, units for the rest, as the plan says before."""
+    small = ["--num-samples", "4", "--seq-length", "32", "--vocabulary", "0.9", "--data", str(DEMO_CALIBRATION)]
+    command = [str(plain), "--recipe", "struprune_uniform", *small, "--budget", "{parameters: 0.8}"]
+    assert cli.main(["plan", *command]) == 0
+    printed = capsys.readouterr().out
+    assert "(rows of the vocabulary included)" in printed
+    assert "→ 512 tokens" in printed
+    assert cli.main(["plan", *command, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert cli.main(["prune", *command, "--output", str(tmp_path / "out")]) == 0
+    model = read_manifest(tmp_path / "out").model
+    assert planned["parameters"] == [model.parameters_before, model.parameters_after]
+    assert planned["vocabulary"]["rows_after"] == 512
+    assert model.parameters_after == pytest.approx(0.8 * model.parameters_before, rel=0.03)
+    assert model.removed_share == 1 - model.parameters_after / model.parameters_before
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    (fields,) = (fields for stage in recipe.values() for each in stage.values() for fields in each.values())
+    assert fields["budget"]["parameters"] == int(0.8 * model.parameters_before)
+    capsys.readouterr()
+    for words, told in (
+        (["--budget", "{parameters: 0.99}"], "use `struprune trim`"),
+        (["--budget", "{parameters: 0.1}"], "budget.parameters: must be at least"),
+    ):
+        for name in ("plan", "prune"):
+            out = ["--output", str(tmp_path / "other")] if name == "prune" else []
+            assert cli.main([name, *command[:-2], *words, *out]) == 2
+            assert told in capsys.readouterr().err
+    assert cli.main(["plan", str(plain), "--vocabulary", "0.9"]) == 2
+    assert "must come with --data" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

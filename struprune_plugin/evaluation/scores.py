@@ -62,21 +62,21 @@ def make_scorer(asked: Scoring, models: Sequence[str]) -> Callable[[str], Score]
     @reset_torch()
     def score(path: str) -> Score:
         model, tokenizer = scoring.load_checkpoint(path, asked.dtype, asked.trust_remote_code)
-        found: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
+        measured: Score = {"parameters": 0, "bytes": measure_weight_bytes(path)}
         with scoring.compute_fast(model):
             if asked.text is not None:
-                found["perplexity"] = scoring.measure_perplexity(
-                    model, read_tokens(path), asked.window, asked.batch_size
-                )
+                tokens = read_tokens(path)
+                measured["perplexity"] = scoring.measure_perplexity(model, tokens, asked.window, asked.batch_size)
             if asked.text is not None and asked.bits:
                 texts = scoring.cut_texts(read_texts(str(asked.text), asked.text_column, tokenizer), asked.max_tokens)
-                found["bits per byte"] = scoring.measure_bits(model, tokenizer, texts, asked.window, asked.batch_size)
+                bits = scoring.measure_bits(model, tokenizer, texts, asked.window, asked.batch_size)
+                measured["bits per byte"] = bits
             if manager is not None:
                 results = scoring.run_tasks(model, tokenizer, asked.tasks, manager, asked.batch_size, asked.limit)
                 for task, metrics in results.items():
-                    found |= {f"{task} {name}".removesuffix(",none"): value for name, value in metrics.items()}
-        found["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
-        return found
+                    measured |= {f"{task} {name}".removesuffix(",none"): value for name, value in metrics.items()}
+        measured["parameters"] = count_parameters(model)  # quantised weights are unpacked by the first forward pass
+        return measured
 
     for path in models if asked.text is not None else ():
         read_tokens(path)
@@ -88,11 +88,11 @@ def format_scores(scores: Mapping[str, Score], dense: str = "") -> Table:
 
     :param dense: row of the dense model, where rows are named by their sparsity: a column tells the whole model's share
     """
-    columns = [name for name in dict.fromkeys(n for found in scores.values() for n in found) if "stderr" not in name]
-    rows = [[path, *(_show(name, found.get(name)) for name in columns)] for path, found in scores.items()]
+    columns = [name for name in dict.fromkeys(n for score in scores.values() for n in score) if "stderr" not in name]
+    rows = [[path, *(_show(name, score.get(name)) for name in columns)] for path, score in scores.items()]
     if not dense:
         return Table(["model", *columns], rows)
-    gone = [f"{1 - found['parameters'] / scores[dense]['parameters']:.1%}" for found in scores.values()]
+    gone = [f"{1 - score['parameters'] / scores[dense]['parameters']:.1%}" for score in scores.values()]
     rows = [[name, share, *cells] for (name, *cells), share in zip(rows, gone, strict=True)]
     return Table(["of the decoder's linears", "of the whole model", *columns], rows)
 
@@ -121,8 +121,8 @@ def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecor
     results = []
     if asked.text is not None:
         most, stream = asked.max_tokens, "" if asked.window_bos else " of one stream"
-        for column, unit, each, told in (("perplexity", "tokens", 1, stream), ("bits per byte", "bytes", 4, "")):
-            name = f"{column}, {asked.text.name}, windows of {asked.window}{told}"
+        for column, unit, each, cut in (("perplexity", "tokens", 1, stream), ("bits per byte", "bytes", 4, "")):
+            name = f"{column}, {asked.text.name}, windows of {asked.window}{cut}"
             name += f", first {each * most:,} {unit}" if most else ""
             if column in score:
                 results.append(ResultRecord(name + dtype, score[column], dense.get(column)))

@@ -106,23 +106,21 @@ def cut_texts(texts: Sequence[str], max_tokens: int | None) -> Sequence[str]:
     """Return the first of some texts, of four bytes for each of ``max_tokens``; all where it is None."""
     if max_tokens is None:
         return texts
-    found, left = [], 4 * max_tokens
+    starts, left = [], 4 * max_tokens
     for text in texts:
-        found.append(text.encode("utf-8", "replace")[:left].decode("utf-8", "ignore"))
-        left -= len(found[-1].encode())
+        starts.append(text.encode("utf-8", "replace")[:left].decode("utf-8", "ignore"))
+        left -= len(starts[-1].encode())
         if left <= 0:
             break
-    return found
+    return starts
 
 
 def cut_pieces(text: str, size: int) -> Iterator[str]:
     """Yield the parts of a text of about ``size`` bytes, each of which ends before white space where there is some."""
     rest = text.encode("utf-8", "replace")
     while rest:
-        end = len(rest)
-        if end > size:
-            found = re.search(rb"\s", rest[size:])
-            end = size + found.start() if found else end
+        space = re.compile(rb"\s").search(rest, size)
+        end = space.start() if space else len(rest)
         yield rest[:end].decode("utf-8")
         rest = rest[end:]
 

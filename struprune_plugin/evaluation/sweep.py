@@ -65,10 +65,8 @@ def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:
         return {}
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        changed, scores = (
-            [name for name in settings if record["settings"].get(name) != settings[name]],
-            dict(record["scores"]),
-        )
+        changed = [name for name in settings if record["settings"].get(name) != settings[name]]
+        scores = dict(record["scores"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--output: {file} must be a sweep's record, it is damaged ({error!r}). Remove it.") from None
     if changed and scores:

@@ -54,10 +54,10 @@ def read_texts(
             value = row[find_column(row, text_column)]
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
         except (ValueError, TypeError, RecursionError) as error:
-            told = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
+            problem = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
             raise ValueError(
                 f"{where}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
-                f'{shorten_value(line.strip())} ({told}). Write one {{"{text_column}": "…"}} per line, or name the column of '
+                f'{shorten_value(line.strip())} ({problem}). Write one {{"{text_column}": "…"}} per line, or name the column of '
                 "the text (--text-column)."
             ) from None
         texts.append(make_text(value, tokenizer, where))
@@ -283,32 +283,30 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
     source, samples = kwargs.get("dataset"), kwargs.get("num_calibration_samples") or 512
     if isinstance(source, IterableDataset):
         source = Dataset.from_list(list(islice(source, samples))) or Dataset.from_dict({"text": []})
-    rows, makes_own = (source if isinstance(source, Dataset) else None), bool(kwargs.get("preprocessing_func"))
+    rows, preprocesses = (source if isinstance(source, Dataset) else None), bool(kwargs.get("preprocessing_func"))
     if rows is not None and rows.column_names and not len(rows):
-        told = "must have at least one row, got none. Pass other data, or correct what selects its rows."
-        raise ValueError(f"dataset: {told}")
-    if (
-        source is None
-        or isinstance(source, DataLoader)
-        or (rows and "input_ids" in rows.column_names and not makes_own)
-    ):
+        raise ValueError(
+            "dataset: must have at least one row, got none. Pass other data, or correct what selects its rows."
+        )
+    has_tokens = rows and "input_ids" in rows.column_names and not preprocesses
+    if source is None or isinstance(source, DataLoader) or has_tokens:
         return _split_dataset(kwargs | {"dataset": source})
     trusts, column = kwargs.get("trust_remote_code_model", False), kwargs.get("text_column") or "text"
+    if isinstance(model, str):
+        config = read_config(model, kwargs.get("model_revision", "main"), trusts)
+    else:
+        model, config = model.config._name_or_path, model.config
     tokenizer = kwargs.get("tokenizer") or kwargs.get("processor")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        where = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-        tokenizer = load_tokenizer(where, trust_remote_code=trusts)
-    config = (
-        read_config(model, kwargs.get("model_revision", "main"), trusts) if isinstance(model, str) else model.config
-    )
+        tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trusts)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
     most = min(positions, tokenizer.model_max_length)
     length = kwargs.get("max_seq_length") or min(2048, most)
     if tokenizer.model_max_length > positions:  # llm-compressor would make rows of that length, which may be 1e30
         known = most if tokenizer.model_max_length < 10**9 else length
         kwargs = kwargs | {"max_seq_length": kwargs.get("max_seq_length") or known}
-    if is_from_host(source) or (rows and makes_own):
+    if is_from_host(source) or (rows and preprocesses):
         return _split_dataset(kwargs | {"dataset": source})
     if rows and kwargs.get("concatenate_data") and window_bos and find_special_tokens(tokenizer)[0]:
         dataset = _cut_rows(rows, tokenizer, samples, length, column)
@@ -322,12 +320,12 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
 
 def _tokenize_chats(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, text_column: str) -> Dataset:
     """Return the column of a data set's texts, which llm-compressor tokenises, or the token ids of its conversations."""
-    found = find_column(dataset.column_names, text_column)
-    rows = [*dataset[found]]
-    texts = [*_make_texts(rows, tokenizer, found)]
+    column = find_column(dataset.column_names, text_column)
+    rows = [*dataset[column]]
+    texts = [*_make_texts(rows, tokenizer, column)]
     if all(isinstance(row, str) for row in rows):
-        alone = dataset.select_columns(found)  # llm-compressor prefers one of the name text
-        return alone if found in ("text", text_column) else alone.rename_column(found, "text")
+        alone = dataset.select_columns(column)  # llm-compressor prefers one of the name text
+        return alone if column in ("text", text_column) else alone.rename_column(column, "text")
     ids = [tokenizer(text)["input_ids"][:length] for text in texts]
     return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
@@ -336,8 +334,8 @@ def _cut_rows(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
 ) -> Dataset:
     """Return up to so many windows of a data set's texts or conversations, as a file's; llm-compressor's have no beginning."""
-    found = find_column(dataset.column_names, text_column)
-    tokens = tokenize_texts(tokenizer, _make_texts(dataset[found], tokenizer, found), samples * length, length)
+    column = find_column(dataset.column_names, text_column)
+    tokens = tokenize_texts(tokenizer, _make_texts(dataset[column], tokenizer, column), samples * length, length)
     if len(tokens) < length:
         raise ValueError(
             f"dataset: must hold a window of {length} tokens, got {len(tokens)}. Lower max_seq_length, or give more text."

@@ -107,10 +107,10 @@ def share_config(model: nn.Module, old: Any, new: Any) -> None:
             module.config = new
 
 
-def build_dense(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+def build_dense(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     """Return a dense model of a class and configuration, with its weights on the meta device."""
     with torch.device("meta"):
-        return kind._from_config(copy.deepcopy(config))
+        return model_class._from_config(copy.deepcopy(config))
 
 
 def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
@@ -124,9 +124,9 @@ def describe_layout(model: PreTrainedModel, layers: str) -> modeling.Layout:
         layout["conv1d"] = True
         modeling.replace_conv1d(dense)
     pairs = (each.get_submodule(layers).children() for each in (model, dense))
-    units = [own.units for _, own in find_layouts(model)]
-    found = (_describe_layer(*each) for each in zip(*pairs, units, strict=True))
-    linears, counts, parameters = zip(*found, strict=True)
+    units = [measured.units for _, measured in find_layouts(model)]
+    differences = (_describe_layer(*each) for each in zip(*pairs, units, strict=True))
+    linears, counts, parameters = zip(*differences, strict=True)
     layout["linears"] = [*linears]
     if any(counts):
         layout["counts"] = [*counts]

@@ -41,30 +41,30 @@ def register_type(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     config = modeling.derive_class(modeling.PREFIX + stock.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
     config.register_for_auto_class("AutoConfig")
-    for auto, found in _find_models(stock).items():
-        model = modeling.derive_class(modeling.PREFIX + found.__name__)
-        auto.register(config, model, exist_ok=True)
-        model.register_for_auto_class(auto.__name__)
+    for auto, model_class in _find_models(stock).items():
+        pruned = modeling.derive_class(modeling.PREFIX + model_class.__name__)
+        auto.register(config, pruned, exist_ok=True)
+        pruned.register_for_auto_class(auto.__name__)
     return config
 
 
 def _find_models(stock: type[PreTrainedConfig]) -> dict[Any, Any]:
     """Return the model classes of a configuration, by auto class, without models that take only a part of it."""
-    found = {auto: auto._model_mapping.get(stock, None) for auto in _AUTO_CLASSES}
-    found = {auto: model for auto, model in found.items() if getattr(model, "config_class", None) is stock}
-    if AutoModelForImageTextToText in found:
-        found.setdefault(AutoModelForCausalLM, found[AutoModelForImageTextToText])
-    if AutoModelForCausalLM not in found:  # Emu 3's language model has no separate type there
+    mapped = {auto: auto._model_mapping.get(stock, None) for auto in _AUTO_CLASSES}
+    models = {auto: model for auto, model in mapped.items() if getattr(model, "config_class", None) is stock}
+    if AutoModelForImageTextToText in models:
+        models.setdefault(AutoModelForCausalLM, models[AutoModelForImageTextToText])
+    if AutoModelForCausalLM not in models:  # Emu 3's language model has no separate type there
         module = stock.__module__.split(".")[-2]
-        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-            if model_type_to_module_name(kind) == module and getattr(transformers, name).config_class is stock:
-                found.setdefault(AutoModelForCausalLM, getattr(transformers, name))
-    return found
+        for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+            if model_type_to_module_name(model_type) == module and getattr(transformers, name).config_class is stock:
+                models.setdefault(AutoModelForCausalLM, getattr(transformers, name))
+    return models
 
 
 def name_auto_classes(config: PreTrainedConfig) -> dict[str, str]:
     """Return a pruned configuration's ``auto_map``, including the class without a head, which engines use and saving omits."""
     file = modeling.__name__.rpartition(".")[2]
     stock = next(c for c in type(config).__mro__ if not c.__name__.startswith(modeling.PREFIX))
-    found = {auto.__name__: modeling.PREFIX + model.__name__ for auto, model in _find_models(stock).items()}
-    return {name: f"{file}.{made}" for name, made in {"AutoConfig": type(config).__name__, **found}.items()}
+    models = {auto.__name__: f"{file}.{modeling.PREFIX}{model.__name__}" for auto, model in _find_models(stock).items()}
+    return {"AutoConfig": f"{file}.{type(config).__name__}", **models}

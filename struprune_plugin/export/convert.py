@@ -22,11 +22,7 @@ from struprune_plugin.export.custom_code import derive_beside, is_custom
 from struprune_plugin.export.older_readers import copy_carried, keep_old_keys
 from struprune_plugin.export.stock_config import list_sizes
 from struprune_plugin.model.experts import pack_experts
-from struprune_plugin.model.layers import (
-    find_decoder_layers,
-    find_layouts,
-    measure_layer,
-)
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts, measure_layer
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config, read_padding
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
@@ -45,9 +41,9 @@ def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
         if read_padding(layer, group.consumer):
             continue
         for name, padding in group.unit.describe_padding(group, layout).items():
-            owner, own = modeling.find_owner(layer, name)
+            owner, attribute = modeling.find_owner(layer, name)
             with any_class.keep_offload(owner):
-                modeling.adopt_padding(owner, own, padding)
+                modeling.adopt_padding(owner, attribute, padding)
 
 
 def adopt_config(model: PreTrainedModel) -> None:
@@ -60,14 +56,13 @@ def adopt_config(model: PreTrainedModel) -> None:
     layout = any_class.describe_layout(model, find_structure(model).layers)
     config: Any = copy.copy(old)  # text and vision configurations stay shared with the modules
     if is_custom(model):
-        config.__class__, model_class, auto_map = derive_beside(model)
+        config.__class__, model_class, config.auto_map = derive_beside(model)
         config.layout = layout
     else:
         config.__class__, config.layout = register_type(find_stock(type(old))), layout
         model_class = modeling.derive_class(modeling.PREFIX + find_stock(type(model)).__name__)
         _state_sizes(config, model, make_dense_config(old))
-        auto_map = name_auto_classes(config)
-    config.auto_map = auto_map
+        config.auto_map = name_auto_classes(config)
     any_class.share_config(model, old, config)
     with any_class.keep_offload(model):
         model.__class__ = model_class
@@ -86,15 +81,14 @@ def _state_sizes(config: Any, model: PreTrainedModel, dense: Any) -> None:
         config.layout["dense"] = {key: getattr(dense.get_text_config(decoder=True), key)}
         setattr(config.get_text_config(decoder=True), key, next(iter(widths.values())))
         widths = {}
-    sizes = _list_stated_sizes(model, dense, twin)
-    for index, own in sizes.items():
-        own.pop(key, None)  # it is the experts' alone
-        own |= {key: widths[index]} if index in widths else {}
-    known = dense.to_dict()
-    differing = {name for own in sizes.values() for name, size in own.items() if size != known[name]}
+    stated, known = _list_stated_sizes(model, dense, twin), dense.to_dict()
+    for index, sizes in stated.items():
+        sizes.pop(key, None)  # it is the experts' alone
+        sizes |= {key: widths[index]} if index in widths else {}
+    differing = {name for sizes in stated.values() for name, size in sizes.items() if size != known[name]}
     config.layout["states_sizes"] = bool(differing)
     if differing:
-        config.per_layer_config = {i: {n: own[n] for n in differing if n in own} for i, own in sizes.items()}
+        config.per_layer_config = {i: {n: sizes[n] for n in differing if n in sizes} for i, sizes in stated.items()}
         if "num_attention_heads" in differing and getattr(config, "head_dim", None) is None:
             # else readers divide the hidden size by the heads
             config.head_dim = next(size.head_dim for size in list_sizes(model) if size.num_heads)
@@ -108,10 +102,10 @@ def _list_stated_sizes(model: PreTrainedModel, dense: Any, twin: PreTrainedModel
     pairs = zip(find_layouts(model), find_layouts(twin), strict=True)
     for index, ((layer, layout), (before, _)) in enumerate(pairs):
         sizes, whole = measure_layer(layout, layer), measure_layer(layout, before)
-        found = dict[str, str]()
+        keys = dict[str, str]()
         for name in dict.fromkeys(unit.kind for unit in layout.units):
-            found |= UNIT_KINDS.parse(name).list_config_keys(layout, layer)
-        stated[index] = {k: getattr(sizes, n) for k, n in found.items() if known.get(k) == getattr(whole, n)}
+            keys |= UNIT_KINDS.parse(name).list_config_keys(layout, layer)
+        stated[index] = {k: getattr(sizes, n) for k, n in keys.items() if known.get(k) == getattr(whole, n)}
     return stated
 
 

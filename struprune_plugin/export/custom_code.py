@@ -31,16 +31,16 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
 
     :raises ValueError: the classes did not come with a checkpoint
     """
-    kind, config, base = (find_stock(type(each)) for each in (model, model.config, model.base_model))
-    package = kind.__module__.rpartition(".")[0]
-    classes = [config, kind] + [base] * (base is not kind and base.__module__.rpartition(".")[0] == package)
+    stock, config, base = (find_stock(type(each)) for each in (model, model.config, model.base_model))
+    package = stock.__module__.rpartition(".")[0]
+    classes = [config, stock] + [base] * (base is not stock and base.__module__.rpartition(".")[0] == package)
     for each in classes:
         if not each.__module__.startswith(("transformers.", "transformers_modules.")):
             raise ValueError(
                 f"{each.__module__}.{each.__name__}: the class must come with its checkpoint, loaded with trust_remote_code, or "
                 "be one of transformers, got neither. Save a checkpoint with its code first (register_for_auto_class)."
             )
-    folder = Path(str(sys.modules[kind.__module__].__file__)).parent
+    folder = Path(str(sys.modules[stock.__module__].__file__)).parent
     _bring(Path(str(sys.modules[config.__module__].__file__)), folder)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     lines = ['"""The pruned classes of the code beside this file, made by struprune_plugin."""', ""]
@@ -50,8 +50,8 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
     lines += [f"{_name(each)} = derive_custom({each.__name__}, __name__, {_name(config)})" for each in classes[1:]]
     (folder / f"{FILE_NAME}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     importlib.invalidate_caches()
-    made: Any = importlib.import_module(f"{package}.{FILE_NAME}")
-    return _register(made, classes, getattr(model.config, "auto_map", None) or {})
+    module: Any = importlib.import_module(f"{package}.{FILE_NAME}")
+    return _register(module, classes, getattr(model.config, "auto_map", None) or {})
 
 
 def _bring(file: Path, folder: Path) -> None:
@@ -61,26 +61,26 @@ def _bring(file: Path, folder: Path) -> None:
             shutil.copyfile(each, folder / each.name)
 
 
-def _register(made: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, Any, dict[str, str]]:
+def _register(module: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, Any, dict[str, str]]:
     """Register the derived classes, so that saving saves their code; return them and their ``auto_map``, tokenizers kept."""
-    config, kind, *bases = classes
-    own = {name for name, said in old.items() if str(said).rpartition(".")[2] in (kind.__name__, _name(kind))}
-    named = {"AutoConfig": config, **dict.fromkeys([*own, "AutoModelForCausalLM"], kind)}
+    config, stock, *bases = classes
+    autos = [name for name, said in old.items() if str(said).rpartition(".")[2] in (stock.__name__, _name(stock))]
+    named = {"AutoConfig": config, **dict.fromkeys([*autos, "AutoModelForCausalLM"], stock)}
     if bases:
         named["AutoModel"] = bases[0]
     for name, each in named.items():
-        getattr(made, _name(each)).register_for_auto_class(name)
+        getattr(module, _name(each)).register_for_auto_class(name)
     auto_map = {name: said for name, said in old.items() if not name.startswith(("AutoModel", "AutoConfig"))}
     auto_map |= {name: f"{FILE_NAME}.{_name(each)}" for name, each in named.items()}
-    model_class = getattr(made, _name(kind))
-    if issubclass(kind, GenerationMixin):  # loading adds the mixin where the code does not
+    model_class = getattr(module, _name(stock))
+    if issubclass(stock, GenerationMixin):  # loading adds the mixin where the code does not
         model_class = add_generation_mixin_to_remote_model(model_class)
-    return getattr(made, _name(config)), model_class, auto_map
+    return getattr(module, _name(config)), model_class, auto_map
 
 
-def _name(kind: type) -> str:
-    return modeling.PREFIX + kind.__name__
+def _name(stock: type) -> str:
+    return modeling.PREFIX + stock.__name__
 
 
-def _name_source(kind: type) -> str:
-    return "transformers" if kind.__module__.startswith("transformers.") else f".{kind.__module__.rpartition('.')[2]}"
+def _name_source(stock: type) -> str:
+    return "transformers" if stock.__module__.startswith("transformers.") else f".{stock.__module__.rpartition('.')[2]}"

@@ -52,24 +52,24 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     writer, sizes = gguf.GGUFWriter(output, _ARCHITECTURE), list_sizes(model)
     _write_sizes(writer, config, sizes)
     _write_tokenizer(writer, config, source)
-    kind, number = _FILE_TYPES[model.dtype]
+    dtype, number = _FILE_TYPES[model.dtype]
     writer.add_file_type(number)
     names: Any = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(sizes))
     written, last = dict[str, int](), ("", b"")
     for name, weight in model.named_parameters():  # a tied head is listed once
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _pair_channels(weight, len(weight) // sizes[0].head_dim)
-        form = gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
+        form = gguf.GGMLQuantizationType[dtype if weight.dim() > 1 else "F32"]
         values = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), form)
-        own = names.get_name(name, (".weight",))
-        written[own], last = values.nbytes, (own, values.tobytes())
-        writer.add_tensor(own, values, raw_dtype=form)
+        new_name = names.get_name(name, (".weight",))
+        written[new_name], last = values.nbytes, (new_name, values.tobytes())
+        writer.add_tensor(new_name, values, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
     writer.close()
-    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(output).tensors}
-    if {name: data.nbytes for name, data in found.items()} != written or found[last[0]].tobytes() != last[1]:
+    read = {tensor.name: tensor.data for tensor in gguf.GGUFReader(output).tensors}
+    if {name: data.nbytes for name, data in read.items()} != written or read[last[0]].tobytes() != last[1]:
         raise OSError(
             f"output_dir: {output.name} must hold the model's weights, got others. Check the disk, and run again."
         )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import importlib.util
 import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, TypedDict
 
 import torch
@@ -55,26 +55,16 @@ class LinearLayout(TypedDict, total=False):
 
 
 class Layout(TypedDict, total=False):
-    """Difference of a pruned model from its dense class; lists have one entry per decoder layer.
-
-    :ivar version: :data:`VERSION`
-    :ivar layers: name of the list of decoder layers
-    :ivar linears: linears that differ from the dense model's, by name
-    :ivar counts: numbers that modules store and that differ, such as those of heads, by module and attribute
-    :ivar parameters: shapes of tensors outside linears that differ, such as packed experts, by name
-    :ivar conv1d: whether the class' transposed linears (GPT-2) are ordinary ones
-    :ivar dense: the dense model's values of keys of the text configuration, which itself states the pruned model's
-    :ivar states_sizes: whether the configuration's ``per_layer_config`` repeats sizes of this layout, for other readers
-    """
+    """Difference of a pruned model from its dense class; lists have one entry per decoder layer."""
 
     version: int
-    layers: str
-    linears: list[dict[str, LinearLayout]]
-    counts: list[dict[str, float]]
-    parameters: list[dict[str, list[int]]]
-    conv1d: bool
-    dense: dict[str, int]
-    states_sizes: bool
+    layers: str  # name of the list of decoder layers
+    linears: list[dict[str, LinearLayout]]  # that differ from the dense model's, by name
+    counts: list[dict[str, float]]  # numbers that modules store and that differ, such as those of heads
+    parameters: list[dict[str, list[int]]]  # shapes of tensors outside linears that differ, such as packed experts
+    conv1d: bool  # whether the class' transposed linears (GPT-2) are ordinary ones
+    dense: dict[str, int]  # the dense model's values of keys of the text configuration, which states the pruned model's
+    states_sizes: bool  # whether the configuration's ``per_layer_config`` repeats sizes, for other readers
 
 
 def __getattr__(name: str) -> Any:
@@ -87,37 +77,33 @@ def __getattr__(name: str) -> Any:
 def derive_class(name: str) -> Any:
     """Return the pruned configuration or model class of that name, derived from the stock class without the prefix."""
     stock = getattr(transformers, name.removeprefix(PREFIX))
-    as_own = {"is_custom_code": classmethod(lambda cls: False)}  # else loading does not initialise some buffers
+    # else loading does not initialise some buffers
+    members: dict[str, Any] = {"is_custom_code": classmethod(lambda cls: False), "__module__": __name__}
     if issubclass(stock, transformers.PreTrainedConfig):
-        members = {
+        members |= {
             "__annotations__": {"layout": dict | None},
             "layout": None,
             "model_type": f"struprune_{stock.model_type}",
             # these read the one head count that a stock model has; the dense configuration has passed them
-            "validate_architecture": lambda self: None,
-            "validate_rope": lambda self: None,
+            **dict.fromkeys(("validate_architecture", "validate_rope"), lambda self: None),
             "make_dense": make_dense_config,
             "per_layer_config": property(stock.per_layer_config.fget, _set_layer_configs),
         }
-        return strict(type(name, (stock,), {**members, **as_own, "__module__": __name__}))
+        return strict(type(name, (stock,), members))
     config_class = derive_class(PREFIX + stock.config_class.__name__)
-    trunk = transformers.MODEL_MAPPING.get(
-        stock.config_class, None
-    )  # other tasks' heads make it from its configuration
+    trunk = transformers.MODEL_MAPPING.get(stock.config_class, None)  # from whose configuration other heads make it
     if trunk is not stock and getattr(trunk, "config_class", None) is stock.config_class:
-        own_trunk = derive_class(PREFIX + trunk.__name__)
-        own_trunk.register_for_auto_class("AutoModel")
-        transformers.AutoModel.register(config_class, own_trunk, exist_ok=True)
-    dense_type, own_type = stock.config_class.model_type, config_class.model_type
-    for known, own in ((stock.__name__, name), (dense_type, own_type)):
-        conversions = get_checkpoint_conversion_mapping(known)  # names of weights on disk, by class or by type
-        if conversions is not None:
-            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+        pruned_trunk = derive_class(PREFIX + trunk.__name__)
+        pruned_trunk.register_for_auto_class("AutoModel")
+        transformers.AutoModel.register(config_class, pruned_trunk, exist_ok=True)
+    dense_type, pruned_type = stock.config_class.model_type, config_class.model_type
+    for before, after in ((stock.__name__, name), (dense_type, pruned_type)):  # names of weights, by class or by type
+        if (conversions := get_checkpoint_conversion_mapping(before)) is not None:
+            register_checkpoint_conversion_mapping(after, conversions, overwrite=True)
     if importlib.util.find_spec("peft") is not None:  # its tables of modules that adapters change, by type
         for table_name, table in vars(importlib.import_module("peft.utils.constants")).items():
             if table_name.startswith("TRANSFORMERS_MODELS_TO_") and dense_type in table:
-                table[own_type] = table[dense_type]
-    members = {**as_own, "__module__": __name__}
+                table[pruned_type] = table[dense_type]
     if trunk is not None and issubclass(stock, GenericForQuestionAnswering):
         members["base_model_prefix"] = trunk.base_model_prefix  # its own passes over a checkpoint's trunk
     return _derive_model(stock, config_class, members)
@@ -126,15 +112,14 @@ def derive_class(name: str) -> Any:
 def _set_layer_configs(config: Any, stated: dict[int | str, dict[str, Any]] | None) -> None:
     """Set the sizes by layer of those layers that are there: users load fewer, or saved fewer."""
     if stated is not None:
-        stated = {index: own for index, own in stated.items() if int(index) < config.num_hidden_layers}
+        stated = {index: sizes for index, sizes in stated.items() if int(index) < config.num_hidden_layers}
     transformers.PreTrainedConfig.per_layer_config.fset(config, stated)
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
     """Return the pruned class, for the module of that name, of a class whose code came with its checkpoint.
 
-    :param stock: the original configuration class or model class
-    :param config_class: for a model class, the class of its pruned configuration
+    :param config_class: class of the pruned configuration, for a model class
     """
     if config_class is not None:
         return _derive_model(stock, config_class, {"__module__": module})
@@ -151,7 +136,7 @@ def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
 def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any:
     def __init__(self, config):  # no annotations: vLLM reads them, and takes texts for types
         with dense_sizes(config):
-            super(made, self).__init__(config)
+            super(pruned, self).__init__(config)
         for module in self.modules():  # a trunk below a head has a copy, made while it stated the dense sizes
             if type(getattr(module, "config", None)) is type(config):
                 module.config = config
@@ -160,15 +145,15 @@ def _derive_model(stock: Any, config_class: Any, members: dict[str, Any]) -> Any
 
     def save_pretrained(self, *args, **kwargs):
         follow_layers(self)
-        super(made, self).save_pretrained(*args, **kwargs)
+        super(pruned, self).save_pretrained(*args, **kwargs)
 
     def _get_static_cache_init_shape(self, *args, **kwargs):  # None: layer by layer, at the first call
         varies = "num_attention_heads" in (self.config.per_layer_attributes or ())
-        return None if varies else super(made, self)._get_static_cache_init_shape(*args, **kwargs)
+        return None if varies else super(pruned, self)._get_static_cache_init_shape(*args, **kwargs)
 
-    own = {each.__name__: each for each in (__init__, save_pretrained, _get_static_cache_init_shape)}
-    made = type(PREFIX + stock.__name__, (stock,), {"config_class": config_class, **own, **members})
-    return made
+    methods = {each.__name__: each for each in (__init__, save_pretrained, _get_static_cache_init_shape)}
+    pruned = type(PREFIX + stock.__name__, (stock,), {"config_class": config_class, **methods, **members})
+    return pruned
 
 
 def make_dense_config(config: Any) -> Any:
@@ -219,9 +204,8 @@ def fit_layers(model: Any, layout: Layout) -> None:
             f"num_hidden_layers: must be at most {known}, the number of layers in the checkpoint's layout, got {len(layers)}. "
             "Set it to the number of layers that were saved."
         )
-    none: list[Any] = [{}] * known
-    found = layout["linears"], layout.get("counts", none), layout.get("parameters", none)
-    for layer, linears, counts, parameters in zip(layers, *found, strict=False):  # users may load the first ones alone
+    differences = (layout.get(key, repeat({})) for key in ("linears", "counts", "parameters"))
+    for layer, linears, counts, parameters in zip(layers, *differences, strict=False):  # users may load the first ones
         for name, said in linears.items():
             _resize(layer.get_submodule(name), *said["shape"])
             if padding := {key: said[key] for key in ("pad", "narrow") if key in said}:
@@ -229,22 +213,21 @@ def fit_layers(model: Any, layout: Layout) -> None:
         for name, count in counts.items():
             setattr(*find_owner(layer, name), count)
         for name, shape in parameters.items():
-            owner, own = find_owner(layer, name)
-            old = getattr(owner, own)
-            setattr(owner, own, nn.Parameter(old.new_empty(shape), old.requires_grad))
+            owner, attribute = find_owner(layer, name)
+            old = getattr(owner, attribute)
+            setattr(owner, attribute, nn.Parameter(old.new_empty(shape), old.requires_grad))
 
 
 def check_parts(model: Any, layout: Layout) -> None:
     """Raise ValueError where the processes of tensor parallelism, where a model is loaded for it, cannot share a layer evenly."""
-    told = getattr(model.config, "distributed_config", None)
-    ranks = getattr(told, "tp_size", None) or 1
+    distributed = getattr(model.config, "distributed_config", None)
+    ranks = getattr(distributed, "tp_size", None) or 1
     if ranks == 1:
         return
-    plan = told.tp_plan if isinstance(told.tp_plan, dict) else getattr(model, "tp_plan", None) or {}
+    plan = distributed.tp_plan if isinstance(distributed.tp_plan, dict) else getattr(model, "tp_plan", None) or {}
     styles = {name.rpartition(".*.")[2]: style for name, style in plan.items()}
-    none: list[Any] = [{}] * len(layout["linears"])
-    found = find_layers(model, layout), layout["linears"], layout.get("parameters", none)
-    for index, (layer, linears, parameters) in enumerate(zip(*found, strict=False)):
+    described = find_layers(model, layout), layout["linears"], layout.get("parameters", repeat({}))
+    for index, (layer, linears, parameters) in enumerate(zip(*described, strict=False)):
         sizes = {name: shape[-1] for name, shape in parameters.items() if styles.get(name) == "rowwise"}
         for name, said in linears.items():
             side, axis = {"colwise": ("pad", 0), "rowwise": ("narrow", 1)}.get(styles.get(name), ("", 0))
@@ -283,33 +266,30 @@ def follow_layers(model: Any) -> None:
     config, layout = model.config, model.config.layout
     layers = find_layers(model, layout)
     places = [getattr(layer, "struprune_index", None) for layer in layers]
-    known = len(layout["linears"])
-    if places == [*range(known)]:
+    if places == [*range(len(layout["linears"]))]:
         return
-    text, where = config.get_text_config(decoder=True), f"save_pretrained: {layout['layers']}"
+    count, where = config.get_text_config(decoder=True).num_hidden_layers, f"save_pretrained: {layout['layers']}"
     if None in places:
         raise ValueError(
             f"{where}.{places.index(None)} must be a layer of the loaded model or a copy of one (copy.deepcopy), got another "
             f"{type(layers[places.index(None)]).__name__}. Put such a layer there."
         )
-    if text.num_hidden_layers != len(places):
+    if count != len(places):
         raise ValueError(
-            f"{where} must have num_hidden_layers = {text.num_hidden_layers} layers, got {len(places)}. Set "
+            f"{where} must have num_hidden_layers = {count} layers, got {len(places)}. Set "
             f"model.config.num_hidden_layers = {len(places)}."
         )
-    keys = layout.keys() & {"linears", "counts", "parameters"}
-    config.layout = {**layout, **{key: [layout[key][place] for place in places] for key in keys}}
-    stated = config.to_dict().get("per_layer_config")
-    if stated is not None:
-        sizes = {int(index): own for index, own in stated.items()}
-        config.per_layer_config = {index: sizes[place] for index, place in enumerate(places) if place in sizes}
+    config.layout = {k: [v[place] for place in places] if isinstance(v, list) else v for k, v in layout.items()}
+    if (stated := config.to_dict().get("per_layer_config")) is not None:
+        stated = {int(index): sizes for index, sizes in stated.items()}
+        config.per_layer_config = {index: stated[place] for index, place in enumerate(places) if place in stated}
     mark_layers(model, config.layout)
 
 
 def find_owner(layer: Any, name: str) -> tuple[Any, str]:
     """Return the module that holds an attribute of a layer, and the attribute's name in it."""
-    owner, _, own = name.rpartition(".")
-    return layer.get_submodule(owner), own
+    owner, _, attribute = name.rpartition(".")
+    return layer.get_submodule(owner), attribute
 
 
 def _resize(linear: nn.Linear, rows: int, columns: int) -> None:
@@ -338,9 +318,8 @@ def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
     """
     if not any(name in inspect.unwrap(method).__code__.co_names for method in list_methods(type(owner)).values()):
         raise ValueError(
-            f"{type(owner).__name__}: its code in transformers {transformers.__version__} must call the linear {name!r}, "
-            "and does not. Load the checkpoint with an older transformers, or convert it there: `struprune convert "
-            "--to uniform-padded`."
+            f"{type(owner).__name__}: its code in transformers {transformers.__version__} must call the linear {name!r}, and does "
+            "not. Load the checkpoint with an older transformers, or convert it there: `struprune convert --to uniform-padded`."
         )
     if "struprune_padding" not in vars(owner):
         owner.__class__ = derive_padded(type(owner))
@@ -399,43 +378,34 @@ class View:
 
 def _run_padded(linear: Any, padding: LinearLayout, states: torch.Tensor) -> torch.Tensor:
     """Return the output of a narrow linear for an input of the dense width, in the dense width."""
-    made = linear(narrow(states, padding["narrow"]) if "narrow" in padding else states)
-    return pad(made, padding["pad"]) if "pad" in padding else made
-
-
-def pad(states: torch.Tensor, form: Form) -> torch.Tensor:
-    """Return states with zeros after the kept channels of every head, in the last dimension."""
-    return _change_heads(states, form, 1, 2)
+    states = linear(narrow(states, padding["narrow"]) if "narrow" in padding else states)
+    return pad(states, padding["pad"]) if "pad" in padding else states
 
 
 def narrow(states: torch.Tensor, form: Form) -> torch.Tensor:
     """Return the kept channels of every head, in the last dimension: the reverse of :func:`pad`."""
-    return _change_heads(states, form, 2, 1)
+    return pad(states, form, old=2, new=1)
 
 
-def _change_heads(states: torch.Tensor, form: Form, given: int, wanted: int) -> torch.Tensor:
-    """Return states with heads of another width; ``given`` and ``wanted`` are the widths' places in a segment."""
-    blocks, segments = form["blocks"], form["segments"]
-    width = blocks * sum(each[0] * each[given] for each in segments)
-    if states.shape[-1] != width:
-        blocks, segments = _take_part(form, states.shape[-1], width)
-    pieces = list(states.unflatten(-1, (blocks, -1)).split([each[0] * each[given] for each in segments], -1))
+def pad(states: torch.Tensor, form: Form, old: int = 1, new: int = 2) -> torch.Tensor:
+    """Return states with zeros after the kept channels of every head, in the last dimension.
+
+    :param old: place in a segment of the present width of heads; ``new`` is that of their new one
+    """
+    blocks, segments, size = form["blocks"], form["segments"], states.shape[-1]
+    width = blocks * sum(each[0] * each[old] for each in segments)
+    if size != width:  # in one of several processes, each of which has its part of the heads
+        ranks, rest = divmod(width, size)
+        if rest or any(count % ranks for count in ([blocks] if blocks > 1 else [each[0] for each in segments])):
+            raise ValueError(
+                f"tensor parallelism: must leave every process whole heads, got {size} of {width} channels. Use a number of "
+                "processes that divides the number of heads."
+            )
+        segments = segments if blocks > 1 else [[each[0] // ranks, *each[1:]] for each in segments]
+        blocks = max(blocks // ranks, 1)
+    pieces = list(states.unflatten(-1, (blocks, -1)).split([each[0] * each[old] for each in segments], -1))
     for place, each in enumerate(segments):
-        if each[given] != each[wanted]:  # a negative number of zeros cuts
-            heads = pieces[place].unflatten(-1, (each[0], each[given]))
-            pieces[place] = nn.functional.pad(heads, (0, each[wanted] - each[given])).flatten(-2)
+        if each[old] != each[new]:  # a negative number of zeros cuts
+            heads = pieces[place].unflatten(-1, (each[0], each[old]))
+            pieces[place] = nn.functional.pad(heads, (0, each[new] - each[old])).flatten(-2)
     return (torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]).flatten(-2)
-
-
-def _take_part(form: Form, found: int, width: int) -> tuple[int, list[list[int]]]:
-    """Return the blocks and segments of a form in one of several processes, each of which has its part of the heads."""
-    blocks, segments = form["blocks"], form["segments"]
-    ranks, rest = divmod(width, found)
-    if not rest and blocks > 1 and blocks % ranks == 0:
-        return blocks // ranks, segments
-    if rest or blocks > 1 or any(each[0] % ranks for each in segments):
-        raise ValueError(
-            f"tensor parallelism: must leave every process whole heads, got {found} of {width} channels. Use a number of "
-            "processes that divides the number of heads."
-        )
-    return blocks, [[count // ranks, kept, dense] for count, kept, dense in segments]

@@ -60,54 +60,54 @@ def _add_keys(written: dict[str, Any], source: dict[str, Any], config: Any, is_s
     except Exception:  # a class that cannot be made from its own file
         return written
 
-    def hold(more: dict[str, Any], without: str = "") -> bool:
+    def are_true(keys: dict[str, Any], without: str = "") -> bool:
         try:
-            made = read({name: value for name, value in written.items() if name != without} | more)
+            values = read({name: value for name, value in written.items() if name != without} | keys)
         except Exception:  # values that the class refuses
             return False
-        return all(name in made and made[name] == value for name, value in now.items())
+        return all(name in values and values[name] == value for name, value in now.items())
 
-    made: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig) and isinstance(inner := written.get(name), dict):
             before = source.get(name)
-            made[name] = _add_keys(inner, before if isinstance(before, dict) else {}, part, is_stock)
+            added[name] = _add_keys(inner, before if isinstance(before, dict) else {}, part, is_stock)
     missing = {name: value for name, value in source.items() if name not in _NOT_KEPT | written.keys()}
     rope = {name: missing.pop(name) for name in [*missing] if "rope" in name or "rotary" in name}
-    told: list[dict[str, Any]] = [rope] if rope else []
-    told += [_spell_old(written[_ROPE])] if is_stock and isinstance(written.get(_ROPE), dict) else []
-    made |= next((each for each in told if hold(each) and hold(each, without=_ROPE)), {})
-    made |= {name: value for name, value in missing.items() if hold({name: value})}
+    spellings: list[dict[str, Any]] = [rope] if rope else []
+    spellings += [_spell_old(written[_ROPE])] if is_stock and isinstance(written.get(_ROPE), dict) else []
+    added |= next((each for each in spellings if are_true(each) and are_true(each, without=_ROPE)), {})
+    added |= {name: value for name, value in missing.items() if are_true({name: value})}
     if "dtype" in written and (is_stock or "torch_dtype" in source):
-        made["torch_dtype"] = written["dtype"]
-    return dict(sorted({**written, **made}.items()))
+        added["torch_dtype"] = written["dtype"]
+    return dict(sorted({**written, **added}.items()))
 
 
 def _spell_old(rope: dict[str, Any]) -> dict[str, Any]:
     """Return ``rope_parameters`` as older readers know them; two kinds of layers as Gemma 3 has them."""
     rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")
     rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    made = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None if rest == {"rope_type": "default"} else rest}
-    made |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
-    return made | ({"rope_local_base_freq": local.get("rope_theta")} if local else {})
+    old = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None if rest == {"rope_type": "default"} else rest}
+    old |= {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+    return old | ({"rope_local_base_freq": local.get("rope_theta")} if local else {})
 
 
 # -- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def find_origin(given: Any, trust_remote_code: bool) -> str | None:
-    """Return the folder or hub name of a tokenizer or processor, given by name or loaded; None where it was changed since."""
-    if isinstance(given, (str, os.PathLike)):
-        return os.fspath(given)
-    is_tokenizer = isinstance(given, PreTrainedTokenizerBase)
-    origin = getattr(given if is_tokenizer else getattr(given, "tokenizer", None), "name_or_path", None)
+def find_origin(processor: Any, trust_remote_code: bool) -> str | None:
+    """Return the folder or hub name of a tokenizer or processor, passed by name or loaded; None where it was changed since."""
+    if isinstance(processor, (str, os.PathLike)):
+        return os.fspath(processor)
+    is_tokenizer = isinstance(processor, PreTrainedTokenizerBase)
+    origin = getattr(processor if is_tokenizer else getattr(processor, "tokenizer", None), "name_or_path", None)
     if not origin:
         return None
     auto: Any = AutoTokenizer if is_tokenizer else AutoProcessor
     try:
         loaded = auto.from_pretrained(origin, trust_remote_code=trust_remote_code, local_files_only=True)
-        return origin if _list_saved(loaded) == _list_saved(given) else None
+        return origin if _list_saved(loaded) == _list_saved(processor) else None
     except Exception:  # files that are gone, or a class with a way of its own: it is saved as it is
         return None
 
@@ -129,8 +129,8 @@ def _list_saved(processor: Any) -> dict[str, Any]:
     """Return the content of the files that a tokenizer or processor saves, by name."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processor.save_pretrained(folder)
-        found = {str(file.relative_to(folder)): file for file in Path(folder).rglob("*") if file.is_file()}
-        content: dict[str, Any] = {name: _read_json(file) or file.read_bytes() for name, file in found.items()}
+        files = {str(file.relative_to(folder)): file for file in Path(folder).rglob("*") if file.is_file()}
+        content: dict[str, Any] = {name: _read_json(file) or file.read_bytes() for name, file in files.items()}
     for said in content.values():
         for name in ("is_local", "local_files_only") if isinstance(said, dict) else ():
             said.pop(name, None)  # of how it was loaded
@@ -142,9 +142,9 @@ def _restore_files(origin: Path, output: Path) -> None:
     files = [file.name for file in origin.iterdir() if _is_carried(file)]
     if _TOKENIZER not in files and "tokenizer.json" not in files:
         return
-    own = "chat_template.jinja" in files or "chat_template" in _read_json(origin / _TOKENIZER)
+    has_template = "chat_template.jinja" in files or "chat_template" in _read_json(origin / _TOKENIZER)
     # the processor's, see load_tokenizer
-    added = "" if own or "chat_template.json" not in files else "chat_template.jinja"
+    added = "" if has_template or "chat_template.json" not in files else "chat_template.jinja"
     for file in [file for file in output.iterdir() if _is_carried(file) and file.name != added]:
         file.unlink()
     shutil.rmtree(output / TEMPLATES, ignore_errors=True)

@@ -40,13 +40,13 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
 
     :raises ValueError: the logits do not agree
     """
-    config, kind = make_dense_config(model.config), find_stock(type(model))
+    config, model_class = make_dense_config(model.config), find_stock(type(model))
     text = config.get_text_config(decoder=True)
     if getattr(text, "output_router_logits", False):
         text.output_router_logits = False  # for a loss in training; layers that run alone give none
 
     def run() -> None:
-        tiny = build_tiny(config, kind=kind)
+        tiny = build_tiny(config, kind=model_class)
         replace_conv1d(tiny)
         tokens = draw_tokens(tiny.config, 2, 12, seed=3)
         try:
@@ -55,14 +55,14 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
                 linearize_experts(tiny)
             _check_pruning(tiny, tokens, list_groups(tiny, kinds))
         except Exception as error:  # any error of a class that relies on its sizes
-            told = str(error).rstrip(".")
+            problem = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise ValueError(
-                f"model: a tiny instance of {kind.__name__} must work as before after pruning, saving and loading, got "
-                f"{type(error).__name__}: {told}. Choose another attention_unit, or another model."
+                f"model: a tiny instance of {model_class.__name__} must work as before after pruning, saving and loading, got "
+                f"{problem}. Choose another attention_unit, or another model."
             ) from error
 
     # only the first process can save
-    prove_once(sorted(unit.kind for unit in kinds), kind, config, lambda: compute_on_rank0(run))
+    prove_once(sorted(unit.kind for unit in kinds), model_class, config, lambda: compute_on_rank0(run))
 
 
 def rehearse_with_mixtures(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> bool:
@@ -112,11 +112,10 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
 def _run_cached(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits of the last tokens, two thirds read first and the others one by one from a cache."""
     first = tokens.shape[1] * 2 // 3
-    made = model(input_ids=tokens[:, :first], use_cache=True)
-    logits = []
+    output, logits = model(input_ids=tokens[:, :first], use_cache=True), []
     for at in range(first, tokens.shape[1]):
-        made = model(input_ids=tokens[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
-        logits.append(made.logits)
+        output = model(input_ids=tokens[:, at : at + 1], past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
     return torch.cat(logits, 1)
 
 
@@ -136,12 +135,12 @@ def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -
             flow.advance(step.index, step.layer, context)
     for flow, batch in zip(flows, batches, strict=True):
         rows = range(len(batch["input_ids"]))
-        found = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])
+        logits = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])
         wanted = model(**batch, use_cache=False).logits
-        kept = mark_tokens(batch)
-        _check_equal(TinyRun(model, batch["input_ids"]), found[kept], wanted[kept], "layer by layer as whole")
+        tokens = mark_tokens(batch)
+        _check_equal(TinyRun(model, batch["input_ids"]), logits[tokens], wanted[tokens], "layer by layer as whole")
 
 
-def _check_equal(run: TinyRun, found: Tensor, wanted: Tensor, when: str) -> None:
-    if difference := run.describe_difference(found, wanted):
+def _check_equal(run: TinyRun, logits: Tensor, wanted: Tensor, when: str) -> None:
+    if difference := run.describe_difference(logits, wanted):
         raise ValueError(f"it must give the same logits {when}, got a difference of {difference}.")

@@ -56,11 +56,11 @@ def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> 
 
     :raises ValueError: no group is left
     """
-    alike: dict[tuple[str, int], list[UnitGroup]] = {}
+    sharing: dict[tuple[str, int], list[UnitGroup]] = {}  # groups whose width one key may set
     for group in groups:
         if not group.unit.is_mixer:
-            alike.setdefault((group.mixture or group.consumer, group.num_units), []).append(group)
-    fixed = {group.name: problem for m in alike.values() if (problem := _find_obstacle(model, m)) for group in m}
+            sharing.setdefault((group.mixture or group.consumer, group.num_units), []).append(group)
+    fixed = {group.name: problem for m in sharing.values() if (problem := _find_obstacle(model, m)) for group in m}
     beside = [group for group in groups if group.name in fixed]
     tie = next((group.tie for group in beside if group.mixture), "")
     if tie and not _find_obstacle(model, beside):
@@ -109,17 +109,17 @@ def can_hold_heads(model: PreTrainedModel, num_key_value_heads: int) -> bool:
     if not changes:
         return True
     try:
-        built, dense = (build_stock(model, own)[0] for own in (changes, {}))
+        built, dense = (build_stock(model, keys)[0] for keys in (changes, {}))
         replace_conv1d(built)
         replace_conv1d(dense)
         sizes = [size for size in list_sizes(built) if size.num_heads]
     except ValueError:
         return False
     groups = list_groups(model, list_head_kinds())
-    own = {f"{group.layer_name}.{name}" for group in groups for name in (*group.producers, group.consumer)}
+    linears = {f"{group.layer_name}.{name}" for group in groups for name in (*group.producers, group.consumer)}
     shapes, wanted = list_shapes(built), tuple(changes.values())
     changed = {name.rpartition(".")[0] for name, shape in list_shapes(dense).items() if shapes[name] != shape}
-    return changed <= own and all((s.num_heads, s.num_key_value_heads, s.head_dim) == wanted for s in sizes)
+    return changed <= linears and all((s.num_heads, s.num_key_value_heads, s.head_dim) == wanted for s in sizes)
 
 
 def list_head_kinds() -> list[UnitKind]:
@@ -139,8 +139,8 @@ def build_stock(model: PreTrainedModel, changes: Mapping[str, int]) -> tuple[Pre
         copy_settings(dense, config)
         return build_dense(find_stock(type(model)), config), config
     except Exception as error:  # any error of a class on sizes that it was not written for
-        told = f"{type(dense).__name__}: must take {dict(changes)}, got {type(error).__name__}: {error}"
-        raise ValueError(told) from None
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{type(dense).__name__}: must take {dict(changes)}, got {problem}") from None
 
 
 def find_stock_config(
@@ -175,8 +175,9 @@ def find_stock_config(
             if len(rest := list_differences(shapes, list_shapes(built))) < len(problems):
                 changes, problems, config = tried, rest, candidate
     if problems:
-        told = f"{type(config).__name__}: {changes} must give the model's shapes, got: {problems[0]}"
-        raise ValueError(f"{told}. Keep `output: per_layer`.")
+        raise ValueError(
+            f"{type(config).__name__}: {changes} must give the model's shapes, got: {problems[0]}. Keep `output: per_layer`."
+        )
     return config
 
 

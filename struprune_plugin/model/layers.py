@@ -54,10 +54,10 @@ def count_prunable_parameters(model: nn.Module, mixtures: bool = False, named: C
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
         modules += [layer.get_submodule(name) for name in layout.list_linears(named)]
-        modules += [own for unit in layout.units if mixtures and unit.of_mixture for own in unit.list_modules(layer)]
+        modules += [part for unit in layout.units if mixtures and unit.of_mixture for part in unit.list_modules(layer)]
     with disable_onloading():
-        found = [pair for module in modules for pair in module.named_parameters(recurse=False)]
-    return sum(parameter.numel() for name, parameter in found if name not in QUANTISER_PARAMETERS)
+        named_parameters = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    return sum(parameter.numel() for name, parameter in named_parameters if name not in QUANTISER_PARAMETERS)
 
 
 def list_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -107,18 +107,18 @@ def blank_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
 
 def _find_tensor(layer: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
     """Return the module that holds a parameter, and the parameter, onloaded where it is offloaded, detached."""
-    owner, _, own = name.rpartition(".")
+    owner, _, attribute = name.rpartition(".")
     module = layer.get_submodule(owner)
-    return module, getattr(module, own).detach()
+    return module, getattr(module, attribute).detach()
 
 
 def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
-    own = name.rpartition(".")[2]
+    attribute = name.rpartition(".")[2]
     with disable_onloading():
-        old = getattr(owner, own)
+        old = getattr(owner, attribute)
     device = None if isinstance(owner._parameters, OffloadCache) else old.device
     new = value.detach().to(old.dtype).to(device).contiguous()
-    owner._parameters[own] = nn.Parameter(new, old.requires_grad)
+    owner._parameters[attribute] = nn.Parameter(new, old.requires_grad)
 
 
 def scale_tensor(layer: nn.Module, name: str, factor: float) -> None:

@@ -40,11 +40,11 @@ Parts = Sequence[Tensor]
 class ADMMRun:
     """ADMM on so many units of one FFN or attention module, which is not yet sliced.
 
-    :param damping: pull of every weight step towards the current weights
+    :param dampening_frac: pull of every weight step towards the current weights
     """
 
-    def __init__(self, module: Stack, settings: ADMMSettings, damping: float, num_units: int):
-        self.module, self.settings, self.damping = module, settings, damping
+    def __init__(self, module: Stack, settings: ADMMSettings, dampening_frac: float, num_units: int):
+        self.module, self.settings, self.dampening_frac = module, settings, dampening_frac
         self.group, self.context = module.group, module.context
         self.states: list[tuple[Parts, Variables]] = []  # samples and their variables, on the host
         # producers, each with the number of equal parts of its rows that are regressed apart
@@ -149,13 +149,13 @@ class ADMMRun:
         mask = visit.call.arguments.get("attention_mask")
         causal = torch.full((length, length), lowest).triu(1)  # on the host, where sequences without padding share it
         for row in range(batch):
-            own = causal
+            added = causal
             if mask is not None:  # true where a token is read, or a number that is added
-                own = self.context.to_host(mask[min(row, len(mask) - 1), 0, :length, :length]).float()
-                own = lowest * (1 - own) if mask.dtype is torch.bool else own
+                added = self.context.to_host(mask[min(row, len(mask) - 1), 0, :length, :length]).float()
+                added = lowest * (1 - added) if mask.dtype is torch.bool else added
             if not valid[row].all():
-                own = own.masked_fill(~valid[row], lowest)
-            yield AttentionSample(source[row], target[row], own)
+                added = added.masked_fill(~valid[row], lowest)
+            yield AttentionSample(source[row], target[row], added)
 
     def _step(self, weights: Parts, pull: Parts, move: bool = True) -> tuple[list[Tensor], float]:
         """Update all variables, regress the weights on them, pulled towards ``pull``; return these and the objective.
@@ -176,7 +176,7 @@ class ADMMRun:
                 if move:
                     variables, maps = admm_attention.update_attention_variables(sequence, variables, weights, settings)
                 total += admm_attention.accumulate_attention_moments(
-                    moments, sequence, variables, maps, weights, settings, max(self.damping, 1e-6)
+                    moments, sequence, variables, maps, weights, settings, max(self.dampening_frac, 1e-6)
                 )
             if move:
                 self.states[index] = parked[0], self._park(variables)
@@ -184,7 +184,7 @@ class ADMMRun:
         if move:
             names = [*(name for name, count in self.counts.items() for _ in range(count)), self.group.consumer]
             names = [f"{self.group.layer_name}.{name}" for name in names]
-            solved = admm_ffn.solve_ridge(moments, pull, self.damping, self.module.has_bias, names)
+            solved = admm_ffn.solve_ridge(moments, pull, self.dampening_frac, self.module.has_bias, names)
             weights = [weight.float() for weight in solved]
         # the term of z, of the weights before the step, is that of queries and keys, which come first
         has_z = self.group.unit.is_mixer and settings.attention_method == 1
@@ -287,5 +287,5 @@ def score_closed_form(dense: Tensor, current: Tensor, gram: Tensor) -> Tensor:
     :return: shape [units], float64
     """
     dense, current = dense.double(), current.double()
-    own, other = ((dense @ gram * weight).sum((1, 2)) for weight in (dense, current))
-    return (other + own) / (own + own).clamp(min=1e-300)
+    energy, product = ((dense @ gram * weight).sum((1, 2)) for weight in (dense, current))
+    return (product + energy) / (energy + energy).clamp(min=1e-300)

@@ -183,8 +183,8 @@ def _descend_logits(
     """
 
     def measure(z: Tensor) -> Tensor:
-        fit = (maps - soften(z, sample)).square().sum(-1)
-        return settings.beta * fit + settings.alpha * torch.where(sample.pairs, z - product, 0).square().sum(-1)
+        error = (maps - soften(z, sample)).square().sum(-1)
+        return settings.beta * error + settings.alpha * torch.where(sample.pairs, z - product, 0).square().sum(-1)
 
     return _descend(start, sample.pairs, measure, settings)
 
@@ -201,8 +201,8 @@ def _descend_query_key(
     counts = torch.stack([sample.pairs.any(1), sample.pairs.any(0)])[..., None]
 
     def measure(z: Tensor) -> Tensor:
-        fit = (maps - soften(multiply_heads(z[:, 0], z[:, 1]), sample)).square().sum((1, 2))
-        return settings.beta * fit + settings.alpha * torch.where(counts, z - anchor, 0).square().sum((1, 2, 3))
+        error = (maps - soften(multiply_heads(z[:, 0], z[:, 1]), sample)).square().sum((1, 2))
+        return settings.beta * error + settings.alpha * torch.where(counts, z - anchor, 0).square().sum((1, 2, 3))
 
     return _descend(start, counts, measure, settings)
 
@@ -214,7 +214,7 @@ def accumulate_attention_moments(
     maps: Tensor | None,
     weights: Sequence[Tensor],
     settings: ADMMSettings,
-    damping: float = 0.01,
+    dampening_frac: float = 0.01,
 ) -> float:
     """Add one sequence to the moments; return the terms of the objective that they do not hold.
 
@@ -225,7 +225,7 @@ def accumulate_attention_moments(
     :param moments: updated in place: X -> queries, X -> keys, per head i ``a_i [X, 1] -> mixed_i``, mixed -> Y. The last column
         of ``a_i [X, 1]`` is a_i 1, which is 1 only while the rows of a_i sum to 1, so ``num_tokens`` has no meaning there
     :param maps: a, as :func:`update_attention_variables` returned it; None for s
-    :param damping: method 1: pull of the recovered queries and keys towards W_Q [X, 1] and W_K [X, 1], relative to
+    :param dampening_frac: method 1: pull of the recovered queries and keys towards W_Q [X, 1] and W_K [X, 1], relative to
         the mean diagonal of their system, above 0
     """
     inputs, targets, _ = sample
@@ -239,19 +239,19 @@ def accumulate_attention_moments(
         query, key, _ = project_heads(inputs, weights)
         away = torch.where(sample.pairs, logits[0] - multiply_heads(query, key), 0)
         residual += settings.alpha * away.square().sum(dtype=torch.float64)
-        logits = _recover_query_key(sample, logits[0], query, key, damping)
+        logits = _recover_query_key(sample, logits[0], query, key, dampening_frac)
     accumulate_moments(of_query, inputs[queries], join_heads(logits[0])[queries])
     accumulate_moments(of_key, inputs[keys], join_heads(logits[1])[keys])
     accumulate_moments(of_output, mixed[queries], targets[queries])
     with_ones = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
-    for total, own, wanted in zip(of_values, maps, split_heads(mixed, len(maps)), strict=True):
-        blended = (own @ with_ones)[queries]
+    for total, head, wanted in zip(of_values, maps, split_heads(mixed, len(maps)), strict=True):
+        blended = (head @ with_ones)[queries]
         accumulate_moments(total, blended[:, :-1], wanted[queries], blended[:, -1:])
     return float(residual)
 
 
 def _recover_query_key(
-    sample: AttentionSample, logits: Tensor, query: Tensor, key: Tensor, damping: float
+    sample: AttentionSample, logits: Tensor, query: Tensor, key: Tensor, dampening_frac: float
 ) -> list[Tensor]:
     """Return queries, and keys given those queries, that fit the logits of method 1 per head, shape [H, T, dh] each.
 
@@ -267,7 +267,7 @@ def _recover_query_key(
         residual = torch.where(pairs, wanted - scale * left @ right.mT, 0)
         system = scale**2 * right.mT @ right
         diagonal = system.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(damping * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny)
+        diagonal.add_(dampening_frac * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny)
         return torch.cholesky_solve(scale * (residual @ right).mT, torch.linalg.cholesky(system)).mT
 
     moved_query = correct(seen_query, seen_key, logits, sample.pairs)

@@ -53,11 +53,15 @@ class Sample(NamedTuple):
 
 
 def solve_ridge(
-    moments: Sequence[SecondMoments], weights: Sequence[Tensor], damping: float, has_bias: bool, names: Sequence[str]
+    moments: Sequence[SecondMoments],
+    weights: Sequence[Tensor],
+    dampening_frac: float,
+    has_bias: bool,
+    names: Sequence[str],
 ) -> list[Tensor]:
     """Return the weights of every regression, pulled towards the current ones, so that none raises its own error; float64.
 
-    ``argmin_W ||targets - W P||^2 + damping * mean(diag P P^T) * ||W - W_current||^2``, the bias not pulled.
+    ``argmin_W ||targets - W P||^2 + dampening_frac * mean(diag P P^T) * ||W - W_current||^2``, the bias not pulled.
     Source: paper, Algorithm 4, reverse recovery; struprune.tex, "Recovering weight matrices"; method.md section 7, step 4.
     Differs from the source: ridge solves on streamed moments replace its pseudo-inverses and its SGD (R12).
 
@@ -68,7 +72,7 @@ def solve_ridge(
     solved = []
     for total, weight, name in zip(moments, weights, names, strict=True):
         columns = torch.arange(weight.shape[1] - 1, device=weight.device)
-        damped = damp_moments(total, weight.double(), damping, has_bias)
+        damped = damp_moments(total, weight.double(), dampening_frac, has_bias)
         solved.append(solve_kept_weights(damped, columns, name)[0])
     return solved
 
@@ -144,8 +148,8 @@ def update_preactivations_gated(
     mean_gate, mean_up = means
 
     def cost(gate: Tensor) -> Tensor:
-        fit = activations - torch.nn.functional.silu(gate) * up
-        return beta * fit.square() + alpha * (gate - mean_gate).square()
+        error = activations - torch.nn.functional.silu(gate) * up
+        return beta * error.square() + alpha * (gate - mean_gate).square()
 
     for _ in range(2):
         silu = torch.nn.functional.silu(gate)

@@ -39,9 +39,9 @@ class GlobalThreshold(rules.AllocationRule):
 
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         scores = [statistics[size.name].scores for size in sizes]
-        kept = meet_budget(sizes, allocate_global_threshold(sizes, scores, budget.share), budget.share)
+        num_keep = meet_budget(sizes, allocate_global_threshold(sizes, scores, budget.share), budget.share)
         retention = {s.name: min(max(float(part.mean()), 0.0), 1.0) for s, part in zip(sizes, scores, strict=True)}
-        return UnitAllocation(expand_counts(sizes, kept), AllocationRecord(self.rule, retention=retention))
+        return UnitAllocation(expand_counts(sizes, num_keep), AllocationRecord(self.rule, retention=retention))
 
 
 class SoftmaxRule(rules.AllocationRule):
@@ -75,23 +75,25 @@ class SoftmaxRule(rules.AllocationRule):
         importance = {size.name: statistics[size.name].importance for size in sizes}
         curves = [statistics[size.name].curve for size in sizes]
         grid = self.temperature if isinstance(self.temperature, list) else [self.temperature]
-        found = search_temperature(sizes, list(importance.values()), curves, grid, partial(self.spread, budget.share))
-        best = argmin_with_ties([loss for _, loss in found])
-        kept, loss = found[best]
+        tried = search_temperature(sizes, list(importance.values()), curves, grid, partial(self.spread, budget.share))
+        best = argmin_with_ties([error for _, error in tried])
+        num_keep, error = tried[best]
         if self.as_printed:
-            removed = sum((size.num_units - count) * size.unit_cost for size, count in zip(sizes, kept, strict=True))
+            removed = sum(
+                (size.num_units - count) * size.unit_cost for size, count in zip(sizes, num_keep, strict=True)
+            )
             logger.warning(
                 f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters in place of "
                 f"{budget.sparsity} (R6). Set `as_printed: false` to meet the budget."
             )
         else:
-            check_budget(sizes, kept, budget.share)
-        logger.info(f"allocation: {self.rule} at temperature {grid[best]:g} has the error {loss:.6g}")
-        searched = [{"temperature": tried, "error": error} for tried, (_, error) in zip(grid, found, strict=True)]
+            check_budget(sizes, num_keep, budget.share)
+        logger.info(f"allocation: {self.rule} at temperature {grid[best]:g} has the error {error:.6g}")
+        searched = [{"temperature": value, "error": loss} for value, (_, loss) in zip(grid, tried, strict=True)]
         record = AllocationRecord(
             self.rule, as_printed=self.as_printed, temperature=grid[best], searched=searched, importance=importance
         )
-        return UnitAllocation(expand_counts(sizes, kept), record)
+        return UnitAllocation(expand_counts(sizes, num_keep), record)
 
 
 @rules.RULES.register
@@ -200,17 +202,17 @@ def search_temperature(
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
     :param spread: returns the sparsities of one kind's modules from (temperature, importances, parameters)
     """
-    kinds, found = {group.kind: list[int]() for group in groups}, []
+    kinds, tried = {group.kind: list[int]() for group in groups}, []
     for place, group in enumerate(groups):
         kinds[group.kind].append(place)
     for temperature in temperatures:
         shares = torch.zeros(len(groups), dtype=torch.float64)
         for members in kinds.values():
-            own = torch.tensor([importance[i] for i in members], dtype=torch.float64)
-            shares[members] = spread(temperature, own, torch.tensor([groups[i].num_parameters for i in members]))
-        kept = round_kept_counts(groups, shares.tolist())
-        found.append((kept, sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))))
-    return found
+            weights = torch.tensor([importance[i] for i in members], dtype=torch.float64)
+            shares[members] = spread(temperature, weights, torch.tensor([groups[i].num_parameters for i in members]))
+        num_keep = round_kept_counts(groups, shares.tolist())
+        tried.append((num_keep, sum(float(curve[count]) for curve, count in zip(curves, num_keep, strict=True))))
+    return tried
 
 
 def measure_norms(weights: Iterable[Tensor], variance: float, norm: float = 0.0) -> float:

@@ -79,8 +79,8 @@ def _watch(
     value, bias = watched.detach(), None if is_consumer or linear.bias is None else linear.bias.detach()
 
     def add(gradient: Tensor) -> None:
-        own = value if bias is None else value - bias  # a producer's bias does not count as a weight
-        term = (own.double() * gradient.double()).flatten(0, -2).sum(0)
+        by_weights = value if bias is None else value - bias  # a producer's bias does not count as a weight
+        term = (by_weights.double() * gradient.double()).flatten(0, -2).sum(0)
         sums[key] = sums[key].add_(term) if key in sums else term
 
     watched.register_hook(add)

@@ -69,13 +69,15 @@ def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recip
             problem = " ".join(str(error).split())[:300]
             if unknown := re.match("No modifier of type '(.*)'", problem):
                 remedy = suggest(unknown[1], MODIFIERS) or f"StruPrune's modifiers are {', '.join(MODIFIERS)}."
-                told = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
+                message = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
             else:
-                told = f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
+                message = (
+                    f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
+                )
     except ValidationError as error:
-        told = f"{error.title}: {describe_error(error, MODIFIERS)}"
-        told += "" if told.endswith((".", "?")) else ". Correct it."
-    raise ValueError(f"{where}: {told}")
+        message = f"{error.title}: {describe_error(error, MODIFIERS)}"
+        message += "" if message.endswith((".", "?")) else ". Correct it."
+    raise ValueError(f"{where}: {message}")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
@@ -90,10 +92,10 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
         is_ours = type(modifier).__name__ in MODIFIERS  # `sensitivity: null` is not its default
         if is_ours:  # what a stage leaves out may come from another
             fields &= modifier.model_fields_set
-        told = modifier.model_dump(mode="json", include=fields, exclude_none=not is_ours, fallback=str)
+        values = modifier.model_dump(mode="json", include=fields, exclude_none=not is_ours, fallback=str)
         places = (group, *(f"{group}_{number}" for number in range(1, len(stages) + 1)))
         place = next(name for name in places if f"{name}_stage" not in stages)
-        stages[f"{place}_stage"] = {f"{group}_modifiers": {type(modifier).__name__: told}}
+        stages[f"{place}_stage"] = {f"{group}_modifiers": {type(modifier).__name__: values}}
     text = yaml.safe_dump(stages, allow_unicode=True, sort_keys=False, default_flow_style=None, width=88)
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
@@ -127,9 +129,11 @@ def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
     ending = ("_stage", "_modifiers", "", "")[len(path)]
     if not is_mapping or (len(path) < 3 and not part) or not all(name.endswith(ending) for name in part):
         place = f"{'.'.join(map(show_name, path))} " if path else ""
-        told = f" with names that end in '{ending}'" if ending else " of modifiers" if len(path) == 2 else " of fields"
+        content = (
+            f" with names that end in '{ending}'" if ending else " of modifiers" if len(path) == 2 else " of fields"
+        )
         raise ValueError(
-            f"{where}: {place}must be a mapping{told}, got {shorten_value(part)}. Write the recipe in the form {_FORM}."
+            f"{where}: {place}must be a mapping{content}, got {shorten_value(part)}. Write the recipe in the form {_FORM}."
         )
     for name, inner in part.items() if len(path) < 3 else ():
         _check_form(where, inner, (*path, name))
@@ -170,26 +174,26 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
     :param name: modifier, under either name of its class; empty for every StruPrune modifier that has the field
     :raises ValueError: the recipe has no such modifier, or none that has the field
     """
-    kind = MODIFIERS.get(name, name)
-    named = [each for each in held if (MODIFIERS.get(each[0], each[0]) == kind if name else each[0] in MODIFIERS)]
+    modifier = MODIFIERS.get(name, name)
+    named = [each for each in held if (MODIFIERS.get(each[0], each[0]) == modifier if name else each[0] in MODIFIERS)]
     if name and not named:
         raise ValueError(f"{where}: the recipe has no modifier {name!r}. It has {', '.join(dict(held))}.")
     if name and name not in MODIFIERS:  # of llm-compressor, which says itself what it does not know
         return named
-    found = [each for each in named if field in MODIFIERS[each[0]].model_fields]
-    if not found:
+    holders = [each for each in named if field in MODIFIERS[each[0]].model_fields]
+    if not holders:
         known = {f for other, _ in named for f in MODIFIERS[other].model_fields.keys() - Modifier.model_fields}
         remedy = suggest(field, known) or f"The fields are {', '.join(sorted(known)) or 'none'}."
         raise ValueError(
             f"{where}: {name or 'no modifier of the recipe'} has {'no' if name else 'a'} field {field!r}. {remedy}"
         )
-    return found
+    return holders
 
 
 def _spell_out(holder: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the mapping that a field of a modifier is short for, or its default if the recipe leaves it out."""
-    given = getattr(MODIFIERS[holder](**fields), name) if holder in MODIFIERS else None
-    if not isinstance(given, BaseModel):
+    value = getattr(MODIFIERS[holder](**fields), name) if holder in MODIFIERS else None
+    if not isinstance(value, BaseModel):
         return {}
-    keys = {key: getattr(given, key) for key in _METHOD_KEYS if hasattr(given, key)}
-    return {**keys, **given.model_dump(exclude_unset=True)}
+    keys = {key: getattr(value, key) for key in _METHOD_KEYS if hasattr(value, key)}
+    return {**keys, **value.model_dump(exclude_unset=True)}

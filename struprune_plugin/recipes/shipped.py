@@ -24,8 +24,7 @@ def describe_recipe(file: Path) -> str:
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     text = " ".join(line.lstrip("# ") for line in comment)
-    found = re.match(r".*?[.](?= |$)", text)
-    return found[0] if found else text
+    return re.split(r"(?<=[.])(?= |$)", text)[0]
 
 
 def find_recipe(name: str) -> Path:

@@ -96,14 +96,14 @@ def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
     names = [f"{name}.{linear}" for (name, _), (_, layout) in layers for linear in layout.list_linears()]
     chosen = set(names) if adapters.targets is None else set()
     for target in adapters.targets or ():
-        found = {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
-        if not found:
+        matching = {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}
+        if not matching:
             leaves = ", ".join(dict.fromkeys(name.split(".")[-1] for name in names))
             raise ValueError(
                 f"adapters.targets: must match linears of the decoder layers, got {target!r} that matches none. Use {leaves}, or "
                 "re:<pattern> on full names."
             )
-        chosen |= found
+        chosen |= matching
     return [name for name in names if name in chosen]
 
 

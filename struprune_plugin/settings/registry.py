@@ -65,16 +65,16 @@ class Registry(dict[str, type[C]]):
         """
         if isinstance(value, self.base):
             return value
-        given = {self.key: value} if isinstance(value, str) else value
-        name = given.get(self.key) if isinstance(given, dict) else None
+        settings = {self.key: value} if isinstance(value, str) else value
+        name = settings.get(self.key) if isinstance(settings, dict) else None
         if not isinstance(name, str) or name not in self:
             remedy = suggest(str(name), self) or f"The names are {', '.join(self)}; import a method of your own first."
             raise ValueError(f"must be a known {self.key} or a mapping with it, got {shorten_value(value)}. {remedy}")
         fields = self[name].model_fields
-        for field in given.keys() - fields.keys():
+        for field in settings.keys() - fields.keys():
             remedy = suggest(str(field), fields) or f"Its fields are {', '.join(fields)}."
             raise ValueError(f"{name} has no field {show_name(field)}. {remedy}")
-        return self[name].model_validate(given)
+        return self[name].model_validate(settings)
 
 
 def shorten_value(value: object) -> str:
@@ -113,7 +113,7 @@ def describe_error(error: ValidationError, kinds: Mapping[str, type[BaseModel]])
             remedy = suggest(str(loc[-1]), known) or "Correct its name, or remove it."
             problems.append(f"{place} is not a field of {error.title}. {remedy}")
         else:
-            wanted = re.sub(r"^(Input|Field) should", "must", e["msg"])
-            told = wanted if wanted != e["msg"] else f"must be valid ({e['msg']})"
-            problems.append(f"{place} {told}, got {shorten_value(e['input'])}")
+            contract, is_one = re.subn(r"^(Input|Field) should", "must", e["msg"])
+            contract = contract if is_one else f"must be valid ({contract})"
+            problems.append(f"{place} {contract}, got {shorten_value(e['input'])}")
     return "; ".join(problems)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,15 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
         adapter = None if Path(model).is_dir() else find_adapter_config_file(model, revision=revision)
     except Exception as error:  # a broken config.json raises errors of many classes
-        problem = f": {shorten_error(error)}"
-        remedy = (
-            "Correct its config.json." if Path(model).is_dir() else "Correct the name, or log in (`hf auth login`)."
-        )
+        problem, remedy = f": {shorten_error(error)}", "Correct the name, or log in (`hf auth login`)."
         if "custom code" in str(error):
             remedy = "If you trust its code, pass trust_remote_code_model=True, or --trust-remote-code."
         elif isinstance(error.__cause__, LocalEntryNotFoundError):
-            told = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-            problem = f" no folder of that name, and the hub cannot be reached{told}"
+            problem = " no folder of that name, and the hub cannot be reached"
+            problem += " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
             remedy = f"Correct it, or where there is a network, `hf download {model} --local-dir FOLDER`, and pass the folder."
+        elif Path(model).is_dir():
+            remedy = "Correct its config.json."
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got{problem}. {remedy}"
         ) from None
@@ -131,16 +131,16 @@ def check_architecture(names: Sequence[str], config: PretrainedConfig) -> None:
     stock, mapped = [name.removeprefix(PREFIX) for name in names], getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in mapped and PREFIX not in mapped["AutoModelForCausalLM"]:
         return  # custom code says what it is
-    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()]
-    causal = {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
-    told = ""
+    known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()]
+    causal = {name for classes in known for name in ([classes] if isinstance(classes, str) else classes)}
+    other = ""
     if stock and not causal & {*stock} and any(hasattr(transformers, name) or _TASK.search(name) for name in stock):
-        told = f"{', '.join(stock)} (architectures in its config.json)"
+        other = f"{', '.join(stock)} (architectures in its config.json)"
     elif not stock and not _may_be_causal(config):
-        told = f"one of the type {config.model_type} without architectures in its config.json"
-    if told:
+        other = f"one of the type {config.model_type} without architectures in its config.json"
+    if other:
         raise ValueError(
-            f"model: must be a causal language model, got {told}. Choose another model; if its weights are such a model's, load "
+            f"model: must be a causal language model, got {other}. Choose another model; if its weights are such a model's, load "
             "them by AutoModelForCausalLM, and save them."
         )
 
@@ -185,15 +185,15 @@ def _read_processor_template(where: str | os.PathLike, revision: str) -> str | N
         return None
 
 
-def load_whole(kind: Any, model: str, **options: Any) -> PreTrainedModel:
-    """Load a checkpoint by ``kind.from_pretrained``.
+def load_whole(model_class: Any, model: str, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint by ``model_class.from_pretrained``.
 
-    :param kind: class of transformers, or an auto class
+    :param model_class: class of transformers, or an auto class
     :raises ValueError: a file is missing or broken, or the files lack a tensor of the configuration or hold it in another shape
     """
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are told below
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that the error below lists them
     try:
-        loaded, info = kind.from_pretrained(model, **options)
+        loaded, info = model_class.from_pretrained(model, **options)
     except Exception as error:  # a broken file raises errors of many classes
         raise ValueError(
             f"model: {model!r} must hold whole weights that fit its config.json, got: {shorten_error(error)}. Copy or download "
@@ -228,22 +228,22 @@ def note_left_out(model: PreTrainedModel, source: str, revision: str = "main") -
     ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     stored = list_tensors(folder) if folder else set()
     silent = {name for name in stored if _MTP.search(name) or any(one.search(name) for one in ignored)}
-    own = {name for name, _ in model.named_parameters()}
-    left = sorted(name for name in {*unexpected, *silent} - own if not _DERIVED.search(name))
+    loaded = {name for name, _ in model.named_parameters()}
+    left = sorted(name for name in {*unexpected, *silent} - loaded if not _DERIVED.search(name))
     model.left_out = sorted({re.sub(r"(?<=experts\.)\d+", "*", name) for name in left})  # type: ignore[assignment]
     if not left:
         return
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or math.inf
     is_ahead = any(_MTP.search(name) or any(int(index) >= count for index in _LAYER.findall(name)) for name in left)
-    told = ""
+    change = ""
     for part in walk_parts(model.config) if is_ahead else ():
         for key in _COUNTS.split():
             if isinstance(getattr(part, key, None), int) and getattr(part, key):
                 setattr(part, key, 0)
-                told = f"; {key} is set to 0"
+                change = f"; {key} is set to 0"
     logger.warning(
         f"{source}: {type(model).__name__} does not load {len(left)} of its tensors, so that the output has none of them: "
-        f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}{told}"  # type: ignore[index, arg-type]
+        f"{', '.join(model.left_out[:3])}{' …' if len(model.left_out) > 3 else ''}{change}"  # type: ignore[index, arg-type]
     )
 
 
@@ -265,21 +265,18 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     try:
-        found = cached_file(model, "config.json", revision=revision, local_files_only=True)
+        file = cached_file(model, "config.json", revision=revision, local_files_only=True)
     except (OSError, ValueError):  # not cached, or not a valid hub name
         return None
-    return Path(found).parent if found else None
+    return Path(file).parent if file else None
 
 
 def list_tensors(folder: Path) -> set[str]:
     """Return the names of the tensors in a folder's safetensors files, without those of files that cannot be read."""
     names = set[str]()
     for file in _list_files(folder):
-        try:
-            with safe_open(file, "pt") as opened:
-                names.update(opened.keys())
-        except (OSError, SafetensorError):  # loading it raises
-            continue
+        with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:  # loading it raises
+            names.update(opened.keys())
     return names
 
 

@@ -148,5 +148,5 @@ def format_bytes(count: float) -> str:
 def shorten_error(error: BaseException) -> str:
     """Return the first line of an error's message, without full stop; with its class unless it is an OSError or ValueError."""
     lines = str(error).strip().splitlines()
-    told = lines[0].rstrip(".") if lines else ""
-    return told[:300] if isinstance(error, (OSError, ValueError)) and told else f"{type(error).__name__}: {told[:300]}"
+    text = lines[0].rstrip(".")[:300] if lines else ""
+    return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"

@@ -65,5 +65,5 @@ def _forget_packing(model: PreTrainedModel) -> None:
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     prefixes = [each for each in model._weight_conversions if isinstance(each, PrefixChange)]
-    own = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = prefixes + [each for each in own if not isinstance(each, PrefixChange)]
+    unpacked = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = prefixes + [each for each in unpacked if not isinstance(each, PrefixChange)]

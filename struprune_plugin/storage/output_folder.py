@@ -41,24 +41,24 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         folder with content that may not be overwritten, or that holds anything but an output; a place that cannot be written
     """
     folder = folder.resolve()
-    kept = [("current folder", Path.cwd()), ("home folder", Path.home())]
-    kept += [("mount point", folder)] if os.path.ismount(folder) else []
-    kept += [("input", Path(path)) for path in inputs if isinstance(path, Path) or os.path.lexists(path)]
-    for what, path in kept:
+    places = [("current folder", Path.cwd()), ("home folder", Path.home())]
+    places += [("mount point", folder)] if os.path.ismount(folder) else []
+    places += [("input", Path(path)) for path in inputs if isinstance(path, Path) or os.path.lexists(path)]
+    for what, path in places:
         if path.resolve().is_relative_to(folder):
             raise ValueError(
                 f"output_dir: must not be or hold the {what} {path}, got {folder}, which would be replaced. Choose another path."
             )
     check_place("output_dir", folder)
     check_place("output_dir", folder.parent)
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    if found and not overwrite:
+    content = sorted(folder.iterdir()) if folder.is_dir() else []
+    if content and not overwrite:
         raise ValueError(
             f"output_dir: must be empty or absent, {folder} is neither. Choose another folder, or pass overwrite (--overwrite) to "
             "replace an earlier output."
         )
-    strange = next((f"also {path.name}" for path in found if not _is_ours(path)), "")
-    if strange or (found and not any((folder / name).is_file() for name in (MANIFEST_NAME, VOCABULARY_NAME))):
+    strange = next((f"also {path.name}" for path in content if not _is_ours(path)), "")
+    if strange or (content and not any((folder / name).is_file() for name in (MANIFEST_NAME, VOCABULARY_NAME))):
         raise ValueError(
             f"output_dir: must hold an earlier output of StruPrune and nothing else to be overwritten, {folder} holds "
             f"{strange or f'no {MANIFEST_NAME}'}. Choose another path, or move that away."
@@ -108,10 +108,9 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         compute_on_rank0(lambda: _take_place(scratch, folder, overwrite, inputs))
     except Exception as error:
         if "No space left" in str(error) and "checkpoint_dir" not in str(error):  # safetensors has errors of its own
-            told = (
+            raise OSError(
                 f"output_dir: {folder} cannot be written: the disk is full. Free disk space, and run the command again."
-            )
-            raise OSError(told) from None
+            ) from None
         raise
     finally:
         if lock.is_locked:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from struprune_plugin.model.unit_kind import ListEntries
+
 
 @dataclass(frozen=True)
 class GroupSize:
@@ -62,6 +64,34 @@ def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity
             f"Lower sparsity to at most {math.floor(1000 * removable / num_prunable) / 1000} or prune more kinds of units."
         )
     return asked / sum(group.num_parameters for group in groups)
+
+
+def split_budget(
+    entries: ListEntries, groups: Sequence[GroupSize], num_prunable: int, sparsity: float
+) -> tuple[int, float]:
+    """Return the number of entries that stay in every list, and the share of the other groups' parameters to remove beside them.
+
+    Of the numbers nearest to the budget, it is the one at which entries lose a share nearest to that of all parameters.
+
+    :param groups: those besides the entries
+    :param num_prunable: parameters of all linears of the decoder layers
+    :raises ValueError: that many parameters cannot be removed, to within half a step of the entries of every list
+    """
+    total, most = sum(group.num_parameters for group in groups), sum(group.max_removable for group in groups)
+    asked, first, last = sparsity * num_prunable, entries.counts[0], entries.counts[-1]
+    even = asked / (first * entries.cost + total)
+    wanted = {count: asked - (first - count) * entries.cost for count in entries.counts}
+    taken = {count: min(max(rest, 0.0), most) for count, rest in wanted.items()}
+    misses = {count: abs(wanted[count] - taken[count]) for count in entries.counts}
+    if wanted[last] > most + (entries.counts[-2] - last) * entries.cost / 2:
+        largest = math.floor(1e4 * (most + entries.max_removable) / num_prunable) / 1e4
+        raise ValueError(
+            f"sparsity: must be at most {largest:.4f}, at which {last} of {first} {entries.label} of a layer stay, the fewest that "
+            f"may, got {sparsity:.4f}. Lower it, prune more kinds of units, or {entries.remedy}."
+        )
+    near = [count for count in entries.counts if misses[count] <= min(misses.values()) + 0.5]
+    num_keep = min(near, key=lambda count: abs(1 - count / first - even))
+    return num_keep, taken[num_keep] / total if total else 0.0
 
 
 def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) -> list[int]:

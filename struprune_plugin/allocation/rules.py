@@ -35,14 +35,14 @@ class Budget:
     :param sparsity: fraction of all prunable parameters to remove
     :param share: mean sparsity of the groups to prune that meets it
     :param sensitivity: name of the sensitivity that weights errors, for the record
-    :param num_experts: whole experts that stay in every layer; None where all do
+    :param num_entries: entries of every list of modules that stay; 0 where all do
     """
 
     sparsity: float
     num_prunable: int
     share: float
     sensitivity: str
-    num_experts: int | None = None
+    num_entries: int = 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class PerLayerOutput:
 
     default_allocation: str | None = None  # of a recipe that names no rule; None: the modifier's
 
-    def select(self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that can be pruned in this form."""
         return list(groups)
 
@@ -59,12 +59,11 @@ class UniformOutput(PerLayerOutput):
 
     default_allocation = "uniform"
 
-    def select(self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the groups that a stock class can shrink in all layers alike, and those of whole experts, whose width stays."""
+    def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return the groups that a stock class can shrink in all layers alike, and those whose units all stay."""
         if not stock_config.are_layers_alike(model):
             return list(groups)  # refused by :meth:`check`
-        keeps_width = recipe.experts is not None and recipe.experts.drops
-        cut = [group for group in groups if not (group.mixture and keeps_width)]
+        cut = [group for group in groups if not group.unit.drops_entries]
         chosen = {group.name: group for group in (stock_config.select_configurable(model, cut) if cut else cut)}
         return [chosen.get(group.name, group) for group in groups if group.name in chosen or group not in cut]
 

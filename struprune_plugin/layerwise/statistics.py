@@ -105,7 +105,7 @@ class LayerStatistics:
             yield from mixture[0].unit.visit_mixture(layer, mixture, tensors, call, missing)
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
-        """Continue with the groups left after whole experts were removed, which changes the tokens of the remaining experts."""
+        """Continue with the groups left after entries of a mixture were removed, which changes the tokens of the remaining ones."""
         for group in self._groups:
             if group.mixture:
                 self._sums.pop(group.name, None)

@@ -66,6 +66,9 @@ def list_groups(
             "targets: at least one module must be left to prune, got none "
             f"of the units {', '.join(kind.kind for kind in kinds) or 'none'}. Choose a unit or widen targets."
         )
+    for kind in kinds:
+        tied = iter(kind.tie([group for group in chosen if group.unit == kind]))
+        chosen = [next(tied) if group.unit == kind else group for group in chosen]
     return chosen
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import Join, LayerLayout, Producers, UnitLayout
@@ -86,6 +87,34 @@ class UnitKind(Config):
         """
         return [*layouts]
 
+    # -- entries of lists of modules that go in place of units ----------------------------------------------------------
+
+    @property
+    def drops_entries(self) -> bool:
+        """True if entries of lists of modules go, before anything is ranked, and those that stay keep all units."""
+        return False
+
+    def find_entries(
+        self, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Any]
+    ) -> ListEntries | None:
+        """Return the entries that may go where :attr:`drops_entries` is set; None where the model has none.
+
+        :param groups: of this kind, of all layers
+        :param others: the recipe's other modifiers
+        :raises ValueError: entries cannot go; the message says why, and that units go instead
+        """
+        raise NotImplementedError
+
+    def take_units(self) -> Self:
+        """Return the settings by which units go in place of entries."""
+        raise NotImplementedError
+
+    def update_config(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+        """Update what the configuration of a pruned model states, before the model's class is built with it.
+
+        :param groups: of this kind, of all layers, before anything went
+        """
+
     # -- on a model ------------------------------------------------------------------------------------------------
 
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
@@ -94,6 +123,10 @@ class UnitKind(Config):
 
     def check(self, model_type: str, layers: Sequence[tuple[nn.Module, LayerLayout]]) -> None:
         """Raise a ValueError where units of this kind cannot be removed from a model's layers as they are now."""
+
+    def tie(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Return the chosen groups of this kind, of all layers, with those tied that must keep the same number of units."""
+        return [*groups]
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         """Return what can be removed from a module, as ``plan`` says it."""
@@ -288,6 +321,59 @@ class UnitGroup:
         if self.repeats == 1:
             return columns
         return columns.unflatten(-1, (self.num_blocks, -1, self.repeats)).transpose(-1, -2).flatten(-3)
+
+
+@dataclass(frozen=True)
+class ListEntries:
+    """Entries of a model's lists of modules that may go with all their units; equally many stay in every list.
+
+    They go from a layer before its units are ranked, and what stays is then re-solved. See :meth:`UnitKind.find_entries`.
+
+    :cvar label: entries in plans, tables and reports, such as ``experts``
+    :cvar remedy: what to set where too few may go, for a message
+    :param lists: groups of the entries of every list, in order, by the list's full name
+    :param counts: numbers of entries that a list may keep, descending
+    :param costs: prunable parameters that go with one entry of each list
+    :param extra_cost: other parameters that go with one entry of every list, such as rows of a router
+    """
+
+    label: ClassVar[str]
+    remedy: ClassVar[str]
+    lists: Mapping[str, Sequence[UnitGroup]]
+    counts: Sequence[int]
+    costs: Sequence[int]
+    extra_cost: int
+
+    @property
+    def cost(self) -> int:
+        """Prunable parameters that go with one entry of every list."""
+        return sum(self.costs)
+
+    @property
+    def max_removable(self) -> int:
+        """Prunable parameters that go if as few entries stay as may."""
+        return (self.counts[0] - self.counts[-1]) * self.cost
+
+    def count_removed(self, num_keep: int) -> int:
+        """Return the parameters that go if ``num_keep`` entries of every list stay."""
+        return (self.counts[0] - num_keep) * (self.cost + self.extra_cost)
+
+    def choose(
+        self, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], num_keep: int, context: Any
+    ) -> Mapping[str, Sequence[int]]:
+        """Return the entries that stay, ``num_keep`` of every list, sorted, by the list's full name.
+
+        :param model: the dense model, which is not changed
+        :param context: :class:`~struprune_plugin.runtime.device_context.DeviceContext` of the run
+        """
+        raise NotImplementedError
+
+    def drop(self, layer: nn.Module, name: str, keep: Sequence[int]) -> None:
+        """Remove all entries but ``keep`` (sorted) from the list ``name`` of a decoder layer, in place, and what belongs to them.
+
+        Those that stay are renumbered.
+        """
+        raise NotImplementedError
 
 
 def select_groups(groups: Sequence[UnitGroup], layer_name: str) -> list[UnitGroup]:

@@ -21,15 +21,13 @@ from struprune_plugin.allocation.candidates import (
 from struprune_plugin.allocation.rounding import expand_counts
 from struprune_plugin.allocation.rules import tie_statistics
 from struprune_plugin.allocation.sensitivity import measure_sensitivity
-from struprune_plugin.allocation.whole_experts import score_experts
-from struprune_plugin.layerwise.passes import calibrating
 from struprune_plugin.model.layers import read_hidden_size
 from struprune_plugin.modifiers.budgets import check_widths
 from struprune_plugin.modifiers.setup import RunSetup
-from struprune_plugin.pruning.config import KeptExperts, UnitAllocation
+from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.pruning.problem import Sensitivity
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.distributed import compute_on_rank0, count_ranks, gather
+from struprune_plugin.runtime.distributed import count_ranks, gather
 from struprune_plugin.storage.resume_store import ResumeStore
 
 _PART = "allocation"  # name in the store
@@ -50,10 +48,17 @@ class AllocationPass:
         setup, recipe, groups = self.setup, self.setup.recipe, self.setup.groups
         samples = recipe.sensitivity_samples
         sensitivity = measure_sensitivity(self.model, setup.batches, groups, self.context, recipe.importance, samples)
-        plan = self._add_experts(setup.early or self._allocate(sensitivity))
+        plan = setup.early or self._allocate(sensitivity)
+        if setup.entries is not None:
+            with self.context.stage(setup.entries.label):
+                num_keep = setup.budget.num_entries
+                keep = setup.entries.choose(self.model, setup.batches, num_keep, self.context)
+            plan = replace(plan, entries=keep)
+        left = plan.list_left(groups)
         if setup.early is None:
-            check_widths(plan.list_left(groups), plan.kept, setup.roundings)
-        plan = replace(plan, kept={**plan.kept, **{group.name: group.num_units for group in setup.whole}})
+            check_widths(left, plan.kept, setup.roundings)
+        every = {group.name: group.num_units for group in (*left, *setup.resolve_only)}
+        plan = replace(plan, kept={**every, **plan.kept})
         if store is not None:
             store.write(_PART, (plan, sensitivity))
         return plan, sensitivity
@@ -103,10 +108,10 @@ class AllocationPass:
         return curves.take_batches(fit, self.setup.groups, rule.samples), *curves.split_batches(held, count // 2)
 
     def _measure_curves(self, fit: curves.Batches, sensitivity: Sensitivity, keeps: bool) -> curves.Fit:
-        """Return the statistics of every group but those of whole experts and, for trials, their moments if they fit in memory."""
+        """Return the statistics of every group whose units may go and, for trials, their moments if they fit in memory."""
         recipe, context = self.setup.recipe, self.context
         hidden_size = read_hidden_size(self.model)
-        groups = [group for group in self.setup.groups if self.setup.mixture is None or not group.mixture]
+        groups = [group for group in self.setup.groups if not group.unit.drops_entries]
         keeps = keeps and all(gather("moments" in context.resident or curves.can_keep_moments(groups, hidden_size)))
         measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
         return measurer.measure(fit, groups, keeps)
@@ -132,15 +137,3 @@ class AllocationPass:
                 if all(kept != other.kept for other in found.values()):
                     found[name] = replace(own, kept=kept)
         return found
-
-    def _add_experts(self, plan: UnitAllocation) -> UnitAllocation:
-        """Return a plan of the other groups with the whole experts that stay, which keep all channels."""
-        mixture, left, groups = self.setup.mixture, self.setup.budget.num_experts, self.setup.groups
-        if mixture is None:
-            return plan
-        if left is not None:
-            with self.context.stage("experts"), calibrating(self.model):
-                scores = score_experts(self.model, self.setup.batches, mixture, self.context)
-            plan = replace(plan, experts=compute_on_rank0(lambda: mixture.keep_best(scores, left), KeptExperts))
-        whole = {group.name: group.num_units for group in plan.list_left(groups)}
-        return replace(plan, kept={**whole, **plan.kept})

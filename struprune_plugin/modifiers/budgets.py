@@ -10,24 +10,15 @@ from typing import Literal
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from compressed_tensors.utils import is_match, match_targets
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity
+from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, split_budget
 from struprune_plugin.allocation.rules import Budget
-from struprune_plugin.allocation.whole_experts import Mixture
-from struprune_plugin.model.experts import list_experts
-from struprune_plugin.model.layers import (
-    count_parameters,
-    count_prunable_parameters,
-    count_weight_bytes,
-    find_decoder_layers,
-)
-from struprune_plugin.model.structure.routing import find_routing, list_counts
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, count_weight_bytes
+from struprune_plugin.model.unit_kind import ListEntries, UnitGroup
 from struprune_plugin.modifiers.fields import BudgetConfig, StructuredModifier
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 
@@ -150,13 +141,13 @@ def find_budget(
     model: PreTrainedModel,
     groups: Sequence[UnitGroup],
     roundings: Mapping[str, Rounding],
-    mixture: Mixture | None,
+    entries: ListEntries | None,
 ) -> tuple[list[GroupSize], Budget]:
-    """Return the sizes of the groups besides whole experts, and the budget.
+    """Return the sizes of the groups whose units may go, and the budget.
 
     :raises ValueError: a method does not support the budget; it cannot be met
     """
-    sizes = measure_groups([group for group in groups if mixture is None or not group.mixture], roundings)
+    sizes = measure_groups([group for group in groups if not group.unit.drops_entries], roundings)
     asked, sparsity = modifier.budget, modifier.sparsity or 0.0
     named = [kind.kind for kind in modifier.list_units()]
     num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures, named)
@@ -167,7 +158,7 @@ def find_budget(
         if asked.name == "bytes":
             dense, size = count_weight_bytes(model), model.dtype.itemsize
         sparsity = max(dense - limit, 0) / size / num_prunable
-        removable = sum(one.max_removable for one in sizes) + (mixture.max_removable if mixture else 0)
+        removable = sum(one.max_removable for one in sizes) + (entries.max_removable if entries else 0)
         least = dense - size * removable
         if limit < least:
             raise ValueError(
@@ -179,18 +170,18 @@ def find_budget(
                 f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
                 "if rows of the vocabulary alone meet it, use `struprune trim`."
             )
-    num_experts = None
-    if mixture is None:
+    num_entries = 0
+    if entries is None:
         share = find_group_sparsity(sizes, num_prunable, sparsity)
     else:
-        num_left, share = mixture.split_budget(sizes, sparsity, num_prunable)
-        num_experts = num_left if num_left < mixture.counts[0] else None
+        num_keep, share = split_budget(entries, sizes, num_prunable, sparsity)
+        num_entries = num_keep if num_keep < entries.counts[0] else 0
     most = getattr(modifier.allocation, "max_sparsity", 1.0)
     if share > most:
         raise ValueError(
             f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
         )
-    return sizes, Budget(sparsity, num_prunable, share, weighed, num_experts)
+    return sizes, Budget(sparsity, num_prunable, share, weighed, num_entries)
 
 
 def fix_budgets(modifiers: Sequence[Modifier], num_parameters: int) -> None:
@@ -216,35 +207,3 @@ def describe_limit(modifier: StructuredModifier, whole: int, left: int, held: in
     return LimitRecord(
         budget.name, float(budget.find_limit(whole)), float(left if budget.name == "parameters" else held)
     )
-
-
-def find_mixture(
-    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Modifier]
-) -> Mixture | None:
-    """Return the whole experts that a recipe may remove; None if it removes none.
-
-    :param groups: of the model, whose mixtures have been split
-    :raises ValueError: the message says why the mixture's experts cannot go whole
-    """
-    lists: dict[str, list[UnitGroup]] = {}
-    for group in groups:
-        if group.mixture:
-            lists.setdefault(group.output_name, []).append(group)
-    if not lists or recipe.experts is None or not recipe.experts.drops:
-        return None
-    there = sorted(members.num_experts for _, layer in find_decoder_layers(model) for _, members in list_experts(layer))
-    if there[0] != there[-1]:
-        raise ValueError(f"layers have {there[0]} to {there[-1]} experts")
-    if sorted(map(len, lists.values())) != there:
-        raise ValueError("targets or ignore leave some experts out")
-    if any(isinstance(other, REAPPruningModifier) for other in others):
-        raise ValueError("REAPPruningModifier removes some in the same recipe")
-    counts, num_groups = list_counts(model.config.get_text_config(decoder=True), there[0])
-    if len(counts) < 2:
-        raise ValueError(f"all {there[0]} experts of a layer must stay for its routing")
-    experts = [model.get_submodule(f"{members[0].output_name}.{members[0].entry}") for members in lists.values()]
-    costs = [sum(parameter.numel() for parameter in expert.parameters()) for expert in experts]
-    routing = find_routing(model)
-    tensors = [dict(layer.named_parameters()) for _, layer in find_decoder_layers(model)]
-    entries = sum(own[name].numel() // there[0] for own in tensors for name in routing.tensors.keys() & own.keys())
-    return Mixture(routing, lists, list(counts), num_groups, costs, entries)

@@ -68,6 +68,11 @@ def _list_refusals(
         "StruPruneModifier: the recipe gives neither sparsity nor budget, and no SparsityAllocatorModifier stage comes before. "
         "Add sparsity to the recipe.",
     )
+    dropping = [kind.kind for kind in recipe.list_units() if kind.drops_entries]
+    yield (
+        len(dropping) > 1,
+        f"units: entries of lists of modules may go for one kind, got {', '.join(dropping)}. Remove the others.",
+    )
     is_quantised = any(isinstance(other, QuantizationMixin) for other in later)
     yield from OUTPUTS[recipe.output].check(recipe, model, groups, is_quantised)
     yield (

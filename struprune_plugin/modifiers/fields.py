@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, model_validator
@@ -96,34 +96,25 @@ class Fisher(Config):
     samples: int = Field(default=16, ge=1)
 
 
-class Experts(Config):
-    """Settings for the pruning of a mixture's experts.
-
-    :param units: ``whole``: experts of the least mean of router weight times output norm (REAP) go with their router entries,
-        equally many in every layer, and the others are re-solved; ``channels``: every expert loses channels of its own, also
-        where a mixture's experts cannot go whole. ``widths`` alone means ``channels``
-    :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
-        the output; ``per_layer``: all experts of a layer do
-    """
-
-    units: Literal["whole", "channels"] = "whole"
-    widths: Literal["same", "per_layer"] = "same"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_widths(cls, value: Any) -> Any:
-        return {"units": "channels", **value} if isinstance(value, dict) and "widths" in value else value
-
-    @property
-    def drops(self) -> bool:
-        """True if whole experts may be removed."""
-        return self.units == "whole"
-
-
 def _read_short_forms(value: Any) -> Any:
-    """Return the settings for the short forms ``fisher``, ``whole``, ``channels`` and ``none``."""
-    forms = {"fisher": {}, "whole": {"units": "whole"}, "channels": {"units": "channels"}, "none": None}
-    return forms.get(value, value) if isinstance(value, str) else value
+    """Return the settings for the short forms ``fisher`` and ``none``."""
+    return {"fisher": {}, "none": None}.get(value, value) if isinstance(value, str) else value
+
+
+def _read_experts(value: Any) -> UnitKind | None:
+    """Return the kind of units that ``experts`` asks for: a value of its ``units``, a mapping of its fields, or none."""
+    if value is None or value == "none":
+        return None
+    fields = {"units": value} if isinstance(value, str) else value
+    return UNIT_KINDS.parse({"kind": "experts", **fields} if isinstance(fields, dict) else fields)
+
+
+def _list_short_forms(kinds: Sequence[UnitKind]) -> dict[str, Any]:
+    """Return the values of ``attention_unit``, ``prune_ffn`` and ``experts`` that ask for kinds of units."""
+    asked = dict(kind.short_form for kind in kinds if kind.short_form)
+    experts = next((kind for kind in kinds if kind.short_form == ("prune_experts", True)), None)
+    attention_unit, prune_ffn = asked.get("attention_unit", "none"), asked.get("prune_ffn", False)
+    return {"attention_unit": attention_unit, "prune_ffn": prune_ffn, "experts": experts}
 
 
 class StructuredModifier(StageModifier):
@@ -137,7 +128,7 @@ class StructuredModifier(StageModifier):
         ``attention_unit``, ``prune_ffn`` and ``experts``, which are short forms
     :param attention_unit: ``head``; ``value_channels`` (the same number per head; ``vo`` is a short form); ``none``
     :param prune_ffn: prune FFN channels
-    :param experts: ``whole``, ``channels``, ``none``, or a mapping of the fields of :class:`Experts`
+    :param experts: ``whole``, ``channels``, ``none``, or a mapping of the fields of ``units: [experts]``
     :param width_multiple: kept FFN widths are multiples of this number and of the sizes that later quantisers and sparsity
         modifiers need. ``auto``: 8 (or 4 or 2) if it divides the width before pruning, from 512 channels on
     :param importance: ranking of units: a name, or a mapping with ``method`` and the method's fields
@@ -164,7 +155,10 @@ class StructuredModifier(StageModifier):
         "value_channels"
     )
     prune_ffn: bool = True
-    experts: Annotated[Experts | None, BeforeValidator(_read_short_forms)] = Field(default_factory=Experts)
+    experts: Annotated[SerializeAsAny[UnitKind] | None, BeforeValidator(_read_experts)] = Field(
+        default="whole",
+        validate_default=True,  # type: ignore[arg-type]
+    )
     width_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     importance: ImportanceField = Field(default="obs", validate_default=True)  # type: ignore[arg-type]
     weight_update: WeightUpdateField = Field(default="least_squares", validate_default=True)  # type: ignore[arg-type]
@@ -205,43 +199,28 @@ class StructuredModifier(StageModifier):
             kind.check(model.config.model_type, find_layouts(model))
         if self.prunes_mixtures and find_structure(model).has_mixtures:
             linearize_experts(model)
-        groups = list_groups(model, kinds, self.targets, self.ignore)
-        widths = {group.num_units for group in groups if group.tie}  # several in the output of an earlier `per_layer`
-        if self.experts is None or (self.experts.widths == "same" and len(widths) < 2):
-            return groups
-        return [replace(group, tie=group.output_name) if group.tie else group for group in groups]
+        return list_groups(model, kinds, self.targets, self.ignore)
 
     def list_units(self) -> list[UnitKind]:
         """Return the kinds of units to prune."""
         if self.units is not None:
-            return self.units
-        asked = {"attention_unit": self.attention_unit, "prune_ffn": self.prune_ffn}
-        return list_kinds(**asked, prune_experts=self.experts is not None)
+            return [*self.units]
+        kinds = list_kinds(attention_unit=self.attention_unit, prune_ffn=self.prune_ffn)
+        return kinds if self.experts is None else [*kinds, self.experts]
 
     @property
     def prunes_mixtures(self) -> bool:
         """True if units of mixtures may go."""
         return any(kind.of_mixture for kind in self.list_units())
 
-    def take_channels(self) -> Self:
-        """Return the recipe with channels of experts in place of whole experts."""
-        units = self.units and [k.model_copy(update={"units": "channels"}) if k.of_mixture else k for k in self.units]
-        experts = self.experts and self.experts.model_copy(update={"units": "channels"})
-        return self.model_copy(update={"experts": experts, "units": units})
+    def take_units(self, kinds: list[UnitKind]) -> Self:
+        """Return the recipe with other kinds of units to prune."""
+        return self.model_copy(update={"units": self.units and kinds, **_list_short_forms(kinds)})
 
     @model_validator(mode="after")
     def _read_units(self) -> StructuredModifier:
         """Set the short forms to what ``units`` says."""
-        if self.units is None:
-            return self
-        asked = dict(kind.short_form for kind in self.units if kind.short_form)
-        experts = next((kind.model_dump(exclude={"kind"}) for kind in self.units if kind.of_mixture), None)
-        told: dict[str, Any] = {
-            "attention_unit": asked.get("attention_unit", "none"),
-            "prune_ffn": asked.get("prune_ffn", False),
-            "experts": None if experts is None else Experts(**experts),
-        }
-        for name, value in told.items():
+        for name, value in _list_short_forms(self.units).items() if self.units is not None else ():
             if name in self.model_fields_set and getattr(self, name) != value:
                 raise ValueError(f"units and {name} are two choices of units. Remove one of them.")
             setattr(self, name, value)
@@ -289,4 +268,4 @@ class PruningFields(StructuredModifier):
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects and its output can hold."""
-        return OUTPUTS[self.output].select(self, model, super().prepare_groups(model))
+        return OUTPUTS[self.output].select(model, super().prepare_groups(model))

@@ -105,8 +105,7 @@ def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
         "moments": 0,  # of all modules, if trials of plans use them
     }
     if getattr(modifier.allocation, "trial_samples", 0):
-        kept = [group for group in groups if not group.mixture or (modifier.experts and not modifier.experts.drops)]
-        movable["moments"] = count_moment_bytes(kept, hidden)
+        movable["moments"] = count_moment_bytes([g for g in groups if not g.unit.drops_entries], hidden)
     return Needs(device, count_parameters(model) * item, movable, told, modifier.offload)
 
 

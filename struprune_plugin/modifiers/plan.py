@@ -36,14 +36,14 @@ class RunPlan:
     :param sparsity: share of the prunable parameters that goes
     :param parameters: parameters of the model with all rows of its vocabulary, and of the result
     :param bytes: bytes of the weights on the disk in the dtype of the run, before and after, before a quantiser
-    :param experts: text that says how many whole experts are kept; empty if none may be removed
+    :param entries: by their label, text that says how many entries of lists of modules stay; empty if all do
     :param layers: numbers of the layers, by what can be removed or stays whole there, as text
     """
 
     sparsity: float
     parameters: tuple[int, int]
     bytes: tuple[int, int]
-    experts: str
+    entries: dict[str, str]
     rounding: list[RoundingRecord]
     limit: LimitRecord | None
     needs: Needs
@@ -79,18 +79,17 @@ def plan_run(
         raise ValueError("recipe: must have a StruPruneModifier, whose run is planned, got none. Add it.")
     pruning: StruPruneModifier = modifiers[place]
     setup = set_up(pruning, model, (modifiers[:place], modifiers[place + 1 :]))
-    groups, budget, mixture = setup.groups, setup.budget, setup.mixture
-    removed, experts = setup.count_removed(), ""
-    if mixture is not None and budget.num_experts is not None:
-        experts = f"{budget.num_experts} of {mixture.counts[0]} stay in every layer"
+    removed, entries = setup.count_removed(), dict[str, str]()
+    if setup.entries is not None:
+        entries[setup.entries.label] = f"{setup.budget.num_entries} of {setup.entries.counts[0]} stay in every layer"
     parameters, left = count_parameters(whole), count_parameters(model) - removed
     left_bytes = count_weight_bytes(model) - removed * model.dtype.itemsize
     return RunPlan(
-        sparsity=budget.sparsity,
+        sparsity=setup.budget.sparsity,
         parameters=(parameters, left),
         bytes=(count_weight_bytes(whole), left_bytes),
-        experts=experts,
-        rounding=budgets.describe_roundings(groups, setup.roundings),
+        entries=entries,
+        rounding=budgets.describe_roundings(setup.groups, setup.roundings),
         limit=budgets.describe_limit(setup.recipe, parameters, left, left_bytes),
         needs=count_needs(model, setup, work),
         layers=_list_units(model),
@@ -136,7 +135,7 @@ def format_plan(plan: RunPlan) -> list[Any]:
     facts = plan.needs.describe()
     for told, layers in plan.layers.items():
         facts.append((f"layers {layers[0]} to {layers[-1]} ({len(layers)})", told))
-    facts += [("experts", plan.experts)] if plan.experts else []
+    facts += plan.entries.items()
     facts += [(f"budget: {plan.limit.name}", tables.show_limit(plan.limit))] if plan.limit else []
     facts += [("widths", tables.describe_rounding(entry)) for entry in plan.rounding]
     return [tables.Table(["", "now", "after", "change"], rows), tables.format_facts(facts)]

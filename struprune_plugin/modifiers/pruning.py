@@ -71,9 +71,9 @@ class StruPruneModifier(PruningFields):
             context.resident = keep_on_device(model, setup, setup.batches)
             plan, sensitivity = AllocationPass(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
-            pruner = Pruner(recipe.make_config(self.reconstruct), plan, sensitivity, context)
+            pruner = Pruner(recipe.make_config(self.reconstruct), plan, sensitivity, context, setup.entries)
             with calibrating(model):
-                all_groups = sort_groups([*setup.groups, *setup.whole])
+                all_groups = sort_groups([*setup.groups, *setup.resolve_only])
                 records = pruner.prune_model(model, setup.batches, all_groups, self._store)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
         self._finish = partial(setup.finish, plan, records, context)

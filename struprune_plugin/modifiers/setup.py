@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+from llmcompressor.modifiers import Modifier
 from llmcompressor.utils.dev import get_main_device
 from loguru import logger
 from torch import Tensor
@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
-from struprune_plugin.allocation.whole_experts import Mixture
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.export.rehearsal import rehearse, rehearse_with_mixtures
-from struprune_plugin.model.groups import find_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
-from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.surgery import check_sliceable
-from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.model.unit_kind import ListEntries, UnitGroup, list_kinds
 from struprune_plugin.modifiers import budgets, checks
 from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
@@ -39,11 +37,11 @@ class Setup:
 
     recipe: PruningFields  # as it runs: completed by an allocator's, without experts that failed the rehearsal
     groups: Sequence[UnitGroup]  # to prune, in the order in which the model computes them
-    whole: Sequence[UnitGroup]  # they keep all units and are re-solved
+    resolve_only: Sequence[UnitGroup]  # they keep all units
     roundings: dict[str, budgets.Rounding]  # of kept counts, by group name
-    sizes: Sequence[GroupSize]  # of the groups beside whole experts
+    sizes: Sequence[GroupSize]  # of the groups whose units may go
     budget: Budget
-    mixture: Mixture | None  # whole experts that may be removed
+    entries: ListEntries | None  # of lists of modules, some of which go
     early: UnitAllocation | None  # plan of a rule that needs no calibration data
 
     def count_removed(self) -> int:
@@ -52,9 +50,7 @@ class Setup:
         removed = sum(
             (group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
         )
-        if self.mixture is not None and self.budget.num_experts is not None:
-            removed += (self.mixture.counts[0] - self.budget.num_experts) * (self.mixture.cost + self.mixture.entries)
-        return removed
+        return removed + (self.entries.count_removed(self.budget.num_entries) if self.entries else 0)
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,11 @@ class RunSetup(Setup):
         model: PreTrainedModel,
     ) -> manifest.Manifest:
         """Give the pruned model its configuration and class; return the manifest of the run."""
-        _set_num_experts(model, self.groups)
+        for kind in self.recipe.list_units():
+            kind.update_config(model, [group for group in self.groups if group.unit == kind])
         OUTPUTS[self.recipe.output].adopt(model)
-        experts = self.mixture.describe(plan.experts) if self.mixture and plan.experts else []
-        removed = sum(r.removed_parameters for r in groups) + sum(r.removed_parameters for r in experts)
+        entries = [] if self.entries is None else _describe_entries(self.entries, plan.entries)
+        removed = sum(record.removed_parameters for record in groups) + sum(e.removed_parameters for e in entries)
         return manifest.Manifest(
             model=manifest.ModelRecord(
                 base=os.path.abspath(source) if os.path.isdir(source := model.config._name_or_path) else source,
@@ -102,25 +99,20 @@ class RunSetup(Setup):
             memory_measure=context.measure,
             stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,
-            experts=experts,
+            experts=entries,
         )
 
 
 def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages) -> Setup:
-    """Find the groups of the model as it is now, and how many of their units may stay. Experts whose removal fails in the
-    rehearsal are not pruned, and those that cannot go whole lose channels, as the log says.
+    """Find the groups of the model as it is now, and how many of their units may stay.
+
+    Mixtures whose units fail the rehearsal are not pruned, and where entries of lists cannot go, their units do, as the log says.
 
     :param stages: modifiers before the pruning stage in the recipe, and those behind it
     :raises ValueError: recipe and model do not go together, or the budget cannot be met
     """
     recipe = _rehearse(complete_recipe(pruning, stages[0]), model)
-    groups, mixture = recipe.prepare_groups(model), None
-    try:
-        mixture = budgets.find_mixture(recipe, model, groups, [*stages[0], *stages[1]])
-    except ValueError as reason:
-        logger.warning(f"experts: their channels go, not whole experts: {reason}")
-        recipe = recipe.take_channels()
-        groups = recipe.prepare_groups(model)
+    recipe, groups, entries = _find_entries(recipe, model, [*stages[0], *stages[1]])
     checks.refuse(recipe, model, groups, stages)
     roundings = budgets.find_roundings(model, groups, stages[1], recipe.width_multiple)
     for group in groups:
@@ -130,11 +122,12 @@ def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages
                 f"{group.name}: kept widths must be multiples of {rounding.width} ({', '.join(rounding.because)}), more than the "
                 f"width {group.num_columns}. Choose a smaller multiple or group size."
             )
-    sizes, budget = budgets.find_budget(recipe, model, groups, roundings, mixture)
+    sizes, budget = budgets.find_budget(recipe, model, groups, roundings, entries)
     early = _allocate_early(recipe, model, sizes, budget)
     if early is not None:
         budgets.check_widths(groups, early.kept, roundings)
-    return Setup(recipe, groups, _find_whole(recipe, model, groups), roundings, sizes, budget, mixture, early)
+    resolve_only, dropped = _list_resolve_only(recipe, model, groups), entries if budget.num_entries else None
+    return Setup(recipe, groups, resolve_only, roundings, sizes, budget, dropped, early)
 
 
 def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, stages: checks.Stages) -> RunSetup:
@@ -145,7 +138,7 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
     setup = set_up(pruning, model, stages)
     checks.check_weights(model)
     batches = checks.read_batches(loader)
-    widest = max((*setup.groups, *setup.whole), key=lambda group: group.num_columns)
+    widest = max((*setup.groups, *setup.resolve_only), key=lambda group: group.num_columns)
     solves = setup.recipe.importance.eliminates or setup.recipe.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
     calibration = checks.check_calibration(model, batches, widest.name, needed)
@@ -153,14 +146,29 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
 
 
 def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
-    """Return the recipe without experts whose removal fails in the rehearsal, as the log says."""
+    """Return the recipe without units of mixtures whose removal fails in the rehearsal, as the log says."""
     kinds = recipe.list_units()
-    if recipe.experts is None:
+    if not recipe.prunes_mixtures:
         rehearse(model, kinds)
     elif not rehearse_with_mixtures(model, kinds):
-        units = None if recipe.units is None else [kind for kind in kinds if not kind.of_mixture]
-        return recipe.model_copy(update={"experts": None, "units": units})
+        return recipe.take_units([kind for kind in kinds if not kind.of_mixture])
     return recipe
+
+
+def _find_entries(
+    recipe: PruningFields, model: PreTrainedModel, others: Sequence[Modifier]
+) -> tuple[PruningFields, list[UnitGroup], ListEntries | None]:
+    """Return the recipe, its groups, and entries of lists that may go; without these, where they cannot, as the log says."""
+    kinds, groups = recipe.list_units(), recipe.prepare_groups(model)
+    for kind in kinds:
+        try:
+            if kind.drops_entries:
+                return recipe, groups, kind.find_entries(model, [g for g in groups if g.unit == kind], others)
+        except ValueError as reason:
+            logger.warning(str(reason))
+            recipe = recipe.take_units([other.take_units() if other is kind else other for other in kinds])
+            return recipe, recipe.prepare_groups(model), None
+    return recipe, groups, None
 
 
 def _allocate_early(
@@ -171,7 +179,7 @@ def _allocate_early(
     :raises ValueError: the multiples of the widths are too coarse for the budget
     """
     rule = recipe.allocation
-    if not sizes:  # whole experts alone
+    if not sizes:  # only entries of lists go
         return UnitAllocation({}, manifest.AllocationRecord(rule.rule))
     if (can_keep := OUTPUTS[recipe.output].allocate(model)) is not None:
         return allocate_uniformly(sizes, budget, can_keep)
@@ -182,22 +190,24 @@ def _allocate_early(
     return None
 
 
-def _find_whole(recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-    """Return the shared experts that keep all channels and are re-solved after the routed experts beside them."""
-    update, lists = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.mixture}
-    if not lists or not update.solves or update.refines:
+def _list_resolve_only(
+    recipe: StructuredModifier, model: PreTrainedModel, groups: Sequence[UnitGroup]
+) -> list[UnitGroup]:
+    """Return the modules beside a mixture that keep all units, and are re-solved after the mixture's."""
+    update, blocks = recipe.weight_update, {(g.layer_name, g.join.block) for g in groups if g.mixture and g.join.block}
+    if not blocks or not update.solves or update.refines:
         return []
-    chosen = {group.name for group in groups}
-    found = find_groups(model, recipe.attention_unit, True, recipe.targets, recipe.ignore, True)
-    beside = [group for group in found if group.join.block and not group.mixture and group.name not in chosen]
-    return [group for group in beside if (group.layer_name, group.join.block) in lists]
+    kinds, chosen = recipe.list_units(), {group.name for group in groups}
+    named = {kind.kind for kind in kinds}
+    kinds += [kind for kind in list_kinds() if not kind.is_mixer and kind.kind not in named]
+    beside = [g for g in list_groups(model, kinds, recipe.targets, recipe.ignore) if not g.mixture]
+    return [g for g in beside if g.name not in chosen and (g.layer_name, g.join.block) in blocks]
 
 
-def _set_num_experts(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
-    """Set the configuration's number of experts to those that are left: the pruned class is built with it. A later modifier (REAP)
-    sets the number itself only afterwards.
-    """
-    before = dict(Counter(group.output_name for group in groups if group.mixture))
-    left = {name: cast(Any, model.get_submodule(name)).num_experts for name in before}
-    if left != before and len({*left.values()}) == 1:
-        setattr(model.config.get_text_config(decoder=True), find_routing(model).key, next(iter(left.values())))
+def _describe_entries(entries: ListEntries, keep: Mapping[str, Sequence[int]]) -> list[manifest.EntriesRecord]:
+    """Return the manifest's records of the kept entries."""
+    records = []
+    for (name, groups), cost in zip(entries.lists.items(), entries.costs, strict=True):
+        index, count, kept = groups[0].layer_index, len(groups), [*keep[name]]
+        records.append(manifest.EntriesRecord(name, index, count, kept, (count - len(kept)) * cost, entries.label))
+    return records

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from struprune_plugin.layerwise.dense_reference import Target
-from struprune_plugin.model.structure.routing import Routing
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
@@ -33,31 +32,19 @@ class PruningConfig:
 
 
 @dataclass(frozen=True)
-class KeptExperts:
-    """Whole experts that each list keeps.
-
-    :param routing: parts that are removed with the other experts
-    :param keep: kept experts, sorted, by the full name of their list
-    """
-
-    routing: Routing
-    keep: Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True)
 class UnitAllocation:
     """Number of units that each group keeps.
 
-    :param kept: number of units by group name; kept experts under their new names
+    :param kept: number of units by group name; those of kept entries of lists under their new names
     :param record: record of the allocation, for the manifest
-    :param experts: kept whole experts; None if all stay
+    :param entries: kept entries, sorted, by the full name of their list; those of other lists all stay
     """
 
     kept: Mapping[str, int]
     record: AllocationRecord
-    experts: KeptExperts | None = None
+    entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def list_left(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Return the groups that remain after whole experts are removed; kept experts are renumbered."""
-        keep = {} if self.experts is None else self.experts.keep
+        """Return the groups that remain after entries are removed; kept entries are renumbered."""
+        keep = self.entries
         return [g for g in groups if g.output_name not in keep or g.entry < len(keep[g.output_name])]

@@ -23,7 +23,7 @@ from struprune_plugin.layerwise.moments import Moments
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics, Stack
 from struprune_plugin.model import surgery
-from struprune_plugin.model.unit_kind import UnitGroup, select_groups
+from struprune_plugin.model.unit_kind import ListEntries, UnitGroup, select_groups
 from struprune_plugin.pruning.config import PruningConfig, UnitAllocation
 from struprune_plugin.pruning.problem import GroupProblem, Sensitivity
 from struprune_plugin.pruning.reconstruction import describe_group, refine_group, solve_sliced, solve_weights
@@ -64,12 +64,16 @@ class LayerOutcome:
 
 @dataclass(frozen=True)
 class Pruner:
-    """Pruner of a model; the plan holds the number of units that every group keeps."""
+    """Pruner of a model; the plan holds the number of units that every group keeps.
+
+    :param entries: entries of lists of modules of which the plan drops some
+    """
 
     config: PruningConfig
     plan: UnitAllocation
     sensitivity: Sensitivity
     context: DeviceContext
+    entries: ListEntries | None = None
 
     def prune_model(
         self,
@@ -108,7 +112,7 @@ class Pruner:
                         copy = surgery.copy_layer(step.layer, self.plan.list_left(own)) if outcome.changed else None
                         store.write(part, replace(outcome, copy=copy))
             elif outcome.copy is not None:
-                self.drop_experts(step.layer, own)
+                self.drop_entries(step.layer, own)
                 surgery.restore_layer(step.layer, outcome.copy)
             records += outcome.groups
             changed = outcome.changed
@@ -123,14 +127,14 @@ class Pruner:
         changed: bool = False,
         progress: str = "",
     ) -> LayerOutcome:
-        """Remove whole experts from a decoder layer, then units from every group, in place, and update the remaining weights.
+        """Remove entries from the lists of a decoder layer, then units from every group, in place, and update the other weights.
 
         A layer stays unchanged as long as nothing was removed: its inputs are the dense ones.
 
         :param groups: of this layer, in the order in which the model computes them
         :param changed: whether anything was removed from a layer before this one
         """
-        records, kept, left = list[GroupRecord](), self.plan.kept, self.drop_experts(layer, groups)
+        records, kept, left = list[GroupRecord](), self.plan.kept, self.drop_entries(layer, groups)
         if len(left) < len(groups):
             statistics.keep_groups(left)
             changed = True
@@ -139,13 +143,13 @@ class Pruner:
             records += self.prune_stack(stack, changed, progress)
         return LayerOutcome(records, changed)
 
-    def drop_experts(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """Remove whole experts from a dense layer; return the remaining groups."""
-        experts = self.plan.experts
-        if experts is not None:
-            for group in {group.mixture: group for group in groups if group.mixture}.values():
-                with self.context.stage("surgery"):
-                    experts.routing.drop(layer, group.mixture, experts.keep[group.output_name])
+    def drop_entries(self, layer: nn.Module, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """Remove entries from the lists of a dense layer; return the remaining groups."""
+        if self.entries is not None:
+            for name, mixture in {group.output_name: group.mixture for group in groups}.items():
+                if name in self.plan.entries:
+                    with self.context.stage("surgery"):
+                        self.entries.drop(layer, mixture, self.plan.entries[name])
         return self.plan.list_left(groups)
 
     def prune_stack(self, stack: Stack, updates: bool, progress: str) -> list[GroupRecord]:

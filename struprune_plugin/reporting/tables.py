@@ -128,9 +128,9 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
         facts.append(("not in the output", f"{', '.join(model.left_out)}, which the class does not load"))
     if budget.limit:
         facts.append((f"budget: {budget.limit.name}", show_limit(budget.limit)))
-    if manifest.experts:
-        left = sorted({f"{len(record.keep)} of {record.num_experts} stay" for record in manifest.experts})
-        facts.append(("whole experts", f"{', '.join(left)} in {len(manifest.experts)} layers"))
+    for label, records in manifest.entries.items():
+        left = sorted({f"{len(record.keep)} of {record.num_experts} stay" for record in records})
+        facts.append((label, f"{', '.join(left)} in {len(records)} layers"))
     facts += [("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in budget.rounding]
     if recovery := manifest.recovery:
         told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.1f} s"

@@ -145,14 +145,15 @@ class GroupRecord(SolveRecord, UnitsRecord):
 
 
 @dataclass(frozen=True, config=_CLOSED)
-class ExpertsRecord:
-    """Record of the kept experts of one layer; ``groups`` uses their new numbers."""
+class EntriesRecord:
+    """Record of the kept entries of a list of modules, such as the experts of one layer; ``groups`` uses their new numbers."""
 
     name: str  # full name of their list
     layer: Count
     num_experts: Count
     keep: list[Count]  # sorted
     removed_parameters: Count
+    label: str = Field(default="experts", exclude_if=lambda label: label == "experts")
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -200,9 +201,15 @@ class Manifest(BaseModel):
     memory_measure: str  # what ``peak_bytes`` of the stages counts
     stages: list[StageEntry]
     groups: list[GroupRecord]
-    experts: list[ExpertsRecord] = _optional(default_factory=list)  # whole ones that stay, by layer
+    experts: list[EntriesRecord] = _optional(default_factory=list)  # entries of lists that stay, by layer
     evaluation: list[ResultRecord] = _optional(default_factory=list)
     recovery: RecoveryRecord | None = _optional(default=None)
+
+    @property
+    def entries(self) -> dict[str, list[EntriesRecord]]:
+        """The lists of modules that lost entries, by the entries' label."""
+        labels = dict.fromkeys(record.label for record in self.experts)
+        return {label: [record for record in self.experts if record.label == label] for label in labels}
 
 
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:

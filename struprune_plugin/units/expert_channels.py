@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 from torch import nn
+from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.structure.tiny import TinyRun
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
+from struprune_plugin.model.unit_kind import UNIT_KINDS, ListEntries, UnitGroup
+from struprune_plugin.units.entire_experts import count_experts, find_entire_experts
 from struprune_plugin.units.expert_reading import ExpertsLayout, find_experts
 from struprune_plugin.units.expert_streams import visit_experts
 from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
@@ -39,6 +41,10 @@ class ExpertChannels(FFNChannels):
     units: Literal["whole", "channels"] = "whole"
     widths: Literal["same", "per_layer"] = "same"
 
+    @property
+    def drops_entries(self) -> bool:
+        return self.units == "whole"
+
     @model_validator(mode="before")
     @classmethod
     def _read_widths(cls, value: Any) -> Any:
@@ -58,6 +64,28 @@ class ExpertChannels(FFNChannels):
             for index in range(members.num_experts):
                 group = describe_channels(self, experts.place(index), layer)
                 yield replace(group, mixture=experts.output, tie=self.kind)
+
+    def tie(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+        widths = {
+            group.num_units for group in groups if group.mixture
+        }  # several in the output of an earlier `per_layer`
+        if self.widths == "same" and len(widths) < 2:
+            return [*groups]
+        return [replace(group, tie=group.output_name) if group.mixture else group for group in groups]
+
+    def find_entries(
+        self, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Any]
+    ) -> ListEntries | None:
+        try:
+            return find_entire_experts(model, groups, others)
+        except ValueError as reason:
+            raise ValueError(f"experts: their channels go, not entire experts: {reason}") from None
+
+    def take_units(self) -> Self:
+        return self.model_copy(update={"units": "channels"})
+
+    def update_config(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
+        count_experts(model, groups)
 
     def visit_mixture(
         self, layer: nn.Module, groups: Sequence[UnitGroup], tensors: Any, call: Any, missing: Any

@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from eval import coverage
 from eval.coverage import make_config
-from struprune_plugin.model.structure.routing import find_routing
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance, find_class
+from struprune_plugin.units.expert_routing import find_routing
 
 NUM_EXPERTS = 8
 LAYERS = {"jamba": 8, "deepseek_v3": 4, "glm4_moe": 3, "qwen3_5_moe_text": 4}

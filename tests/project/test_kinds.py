@@ -11,11 +11,8 @@ from struprune_plugin.model.unit_kind import UNIT_KINDS
 PACKAGE = ROOT / "struprune_plugin"
 FIELDS = {"attention_unit", "prune_ffn", "experts"}  # of a recipe, short forms of `units`
 SHORT_FORMS = {"model/groups.py", "modifiers/fields.py"}  # the only ones that say what these fields ask for
-# Entire experts are entries of a list, which go before any unit does, and are no kind of units: these files know them.
-ENTIRE = {"allocation/whole_experts.py", "export/outputs.py", "pruning/config.py", "pruning/prune_layer.py"}
-ENTIRE |= {f"modifiers/{name}.py" for name in ("allocation_pass", "budgets", "needs", "plan", "setup")}
-ENTIRE |= {"reporting/tables.py"}
 KEYS = {"model/structure/shrinking.py": {"heads"}}  # what keys of configurations are called
+MANIFEST = {"storage/manifest.py": {"experts"}}  # a documented field: entries of lists that stay
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "units")
 
 
@@ -37,8 +34,7 @@ def test_no_file_but_a_kind_s_own_names_a_kind():
     classes = {node.name for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     words = {*UNIT_KINDS, *(kind.label for kind in UNIT_KINDS.values())}
     found = {str(file.relative_to(PACKAGE)): list_kinds_named(file, words, classes) for file in FILES}
-    known = dict.fromkeys(SHORT_FORMS, words | FIELDS) | {name: {"experts"} for name in ENTIRE} | KEYS
-    known["modifiers/setup.py"] = {"experts", "attention_unit"}  # a shared expert that keeps its channels, too
+    known = dict.fromkeys(SHORT_FORMS, words | FIELDS) | KEYS | MANIFEST
     wrong = {name: names - known.get(name, set()) for name, names in found.items()}
     assert not {name: names for name, names in wrong.items() if names}
     assert all(found[name] for name in known)  # the list is not longer than it must be

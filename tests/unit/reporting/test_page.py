@@ -13,7 +13,7 @@ from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import scores
 from struprune_plugin.reporting.pages import make_page, write_card
-from struprune_plugin.storage.manifest import ExpertsRecord, ResultRecord
+from struprune_plugin.storage.manifest import EntriesRecord, ResultRecord
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
@@ -139,10 +139,10 @@ def test_a_report_is_one_page_that_needs_nothing_else(made):
     assert "&lt;b&gt;&amp;&lt;script&gt;" in page
 
 
-def test_the_report_shows_results_and_whole_experts(made):
+def test_the_report_shows_results_and_entries_that_stay(made):
     manifest = read_manifest(made)
     record = ResultRecord("perplexity of a.jsonl", 12.345, 10.5)
-    found = {"evaluation": [record], "experts": [ExpertsRecord("experts", 2, 3, [0, 2], 1)]}
+    found = {"evaluation": [record], "experts": [EntriesRecord("experts", 2, 3, [0, 2], 1)]}
     page = make_page(made, manifest.model_copy(update=found))
     assert "<td>10.5</td><td>12.35</td>" in page or "<td>10.5</td><td>12.34</td>" in page
     assert "layer 2: 2 of 3." in page

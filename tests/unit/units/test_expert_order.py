@@ -1,41 +1,41 @@
-"""Which whole experts stay, and how a budget is split between them and the rest."""
+"""Which entire experts stay, and how a budget is split between them and the rest."""
 
 import pytest
 import torch
 from helpers.mixtures import make_mixture
 
-from struprune_plugin.allocation.rounding import GroupSize
-from struprune_plugin.allocation.whole_experts import Mixture, score_experts
+from struprune_plugin.allocation.rounding import GroupSize, split_budget
 from struprune_plugin.model.experts import linearize_experts, list_experts
 from struprune_plugin.model.groups import find_groups
-from struprune_plugin.model.structure.routing import find_routing, list_counts
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.units.entire_experts import EntireExperts, find_entire_experts
+from struprune_plugin.units.expert_routing import list_counts
 
 
 def make_plain(counts, num_groups=1, cost=10):
-    return Mixture(None, {}, list(counts), num_groups, [cost])
+    return EntireExperts({}, list(counts), [cost], 0, routing=None, num_groups=num_groups)
 
 
 def test_experts_of_largest_score_stay_the_same_number_of_every_group():
     scores = {"list": [5.0, 1.0, 4.0, 3.0, 2.0, 0.5, 0.5, 9.0]}
-    assert make_plain(range(8, 0, -1)).keep_best(scores, 4).keep["list"] == [0, 2, 3, 7]
-    assert make_plain(range(8, 0, -2), 2).keep_best(scores, 4).keep["list"] == [0, 2, 4, 7]
-    assert make_plain(range(8, 0, -1)).keep_best(scores, 7).keep["list"] == [0, 1, 2, 3, 4, 6, 7]
+    assert make_plain(range(8, 0, -1)).keep_best(scores, 4)["list"] == [0, 2, 3, 7]
+    assert make_plain(range(8, 0, -2), 2).keep_best(scores, 4)["list"] == [0, 2, 4, 7]
+    assert make_plain(range(8, 0, -1)).keep_best(scores, 7)["list"] == [0, 1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize(("asked", "left"), [(0, 4), (25, 3), (45, 2), (56, 2)])
 def test_a_split_meets_the_budget_and_experts_lose_about_as_much_as_the_rest(asked, left):
     sizes = [GroupSize("a", "ffn", 10, 4, 1)]  # 36 can go
-    found, share = make_plain([4, 3, 2], cost=10).split_budget(sizes, asked / 80, 80)
+    found, share = split_budget(make_plain([4, 3, 2]), sizes, 80, asked / 80)
     assert found == left
     assert (4 - found) * 10 + 40 * share == pytest.approx(asked)
 
 
 def test_a_budget_that_cannot_be_met_names_what_can():
     with pytest.raises(ValueError, match=r"must be at most 0.5000, at which 2 of 4 experts .*, got 0.8000"):
-        make_plain([4, 3, 2], cost=10).split_budget([], 0.8, 40)
-    assert make_plain([4, 3, 2], cost=10).split_budget([], 0.35, 40) == (3, 0.0)
+        split_budget(make_plain([4, 3, 2]), [], 40, 0.8)
+    assert split_budget(make_plain([4, 3, 2]), [], 40, 0.35) == (3, 0.0)
 
 
 def test_groups_that_are_chosen_first_keep_two_each():
@@ -56,24 +56,18 @@ def test_many_experts_go_a_few_at_a_time(num_experts, step):
 @pytest.fixture(params=["mixtral", "deepseek_v3", "ernie4_5_moe"])
 def taken_apart(request):
     model = make_mixture(request.param)
-    routing = find_routing(model)
     linearize_experts(model)
-    groups = find_groups(model, "none", False, prune_experts=True)
-    return model, routing, groups
+    return model, find_entire_experts(model, find_groups(model, "none", False, prune_experts=True), [])
 
 
 @torch.no_grad()
 def test_scores_are_means_of_router_weight_times_output_norm_without_padding(taken_apart):
-    model, routing, groups = taken_apart
+    model, entries = taken_apart
     tokens, mask = draw_tokens(model.config, 3, 16), torch.ones(3, 16, dtype=torch.int64)
     mask[1, 10:] = 0
-    lists = {}
-    for group in groups:
-        lists.setdefault(group.output_name, []).append(group)
-    mixture = Mixture(routing, lists, [8], 1, [1])
     batches = [{"input_ids": part, "attention_mask": m} for part, m in zip(tokens.split(2), mask.split(2), strict=True)]
-    found = score_experts(model, batches, mixture, DeviceContext())
-    assert found.keys() == lists.keys()
+    found = entries.score(model, batches, DeviceContext())
+    assert found.keys() == entries.lists.keys()
     name, members = list(list_experts(model))[-1]
     seen = []
     members.register_forward_pre_hook(lambda _module, args: seen.append(args))

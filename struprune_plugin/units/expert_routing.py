@@ -1,4 +1,4 @@
-"""Removal of whole experts: tensors with one entry per expert, found on a tiny instance by a number that no other size has."""
+"""What goes with an expert: tensors with one entry each, found on a tiny instance by a number that no other size has."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def list_counts(config: PreTrainedConfig, num_experts: int) -> tuple[range, int]
 
 
 def find_routing(model: nn.Module) -> Routing:
-    """Return the parts of a model that are removed with whole experts; measured once per class and configuration.
+    """Return the parts of a model that are removed with entire experts; measured once per class and configuration.
 
     :raises ValueError: an instance from which experts were removed differs from one built with fewer, or none can be built
     """

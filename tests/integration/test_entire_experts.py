@@ -1,4 +1,4 @@
-"""Whole experts of mixtures, from a folder to a folder: what is left gives what masked routing gives."""
+"""Entire experts of mixtures, from a folder to a folder: what is left gives what masked routing gives."""
 
 import copy
 import json
@@ -191,7 +191,7 @@ def test_more_than_routing_allows_is_refused_before_any_work(mixture, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_whole_experts_are_the_default_and_channels_have_a_name(mixture, tmp_path):
+def test_entire_experts_are_the_default_and_channels_have_a_name(mixture, tmp_path):
     prune(mixture, tmp_path / "default", sparsity=0.4)
     prune(mixture, tmp_path / "named", sparsity=0.4, experts="whole")
     assert list_kept(tmp_path / "default")
@@ -212,13 +212,13 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_channels_go_where_whole_experts_cannot_as_one_line_says(name, mixture, tmp_path):
+def test_channels_go_where_entire_experts_cannot_as_one_line_says(name, mixture, tmp_path):
     fields, reason = CANNOT[name]
     messages = []
     sink = logger.add(messages.append, level="WARNING")
     prune(mixture, tmp_path / "out", **{"sparsity": 0.1, **fields})
     logger.remove(sink)
-    assert any(f"experts: their channels go, not whole experts: {reason}" in line for line in messages)
+    assert any(f"experts: their channels go, not entire experts: {reason}" in line for line in messages)
     manifest = read_manifest(tmp_path / "out")
     assert manifest.settings["experts"]["units"] == "channels"
     assert any(record.kind == "experts" and record.kept < record.num_units for record in manifest.groups)

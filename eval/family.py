@@ -75,7 +75,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
 
-    large = read_workload(args)
+    large = replace(read_workload(args), bits=True)
     small, sparsity = replace(large, model=args.small), find_sparsity(large.model, args.small)
     makes = {  # the pruned one first: it tells at once what cannot be
         "large, pruned": (large.identify_row(DEFAULT, sparsity), partial(run_row, DEFAULT, sparsity, large)),

@@ -18,8 +18,6 @@ from eval.methods import OURS
 from eval.quality import plot_quality
 from struprune_plugin.reporting.tables import Table
 
-MEASURES = ("perplexity", "bits_per_byte")
-
 
 def read_rows(file: Path) -> dict[str, dict[str, Any]]:
     """Return the rows of a file of ``eval.quality`` that can be drawn, by ``<sparsity> | <method>``, and ``dense``.
@@ -37,13 +35,13 @@ def read_rows(file: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def format_points(rows: Mapping[str, Mapping[str, Any]], measure: str) -> str:
+def format_points(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return what is drawn as a table, by method and rising size."""
-    texts = list(rows["dense"][measure])
+    texts = list(rows["dense"]["perplexity"])
     ordered = sorted(rows.items(), key=lambda pair: (pair[0].split(" | ")[-1], pair[1]["removed_of_model"]))
     table = [
         [key.split(" | ")[-1], *(f"{row[share]:.1%}" for share in ("removed", "removed_of_model"))]
-        + [f"{row[measure][text]:.4g}" for text in texts]
+        + [f"{row['perplexity'][text]:.4g}" for text in texts]
         for key, row in ordered
     ]
     return str(Table(["method", "removed of the decoder's linears", "of the whole model", *texts], table))
@@ -53,9 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="rows.json of eval.quality")
     parser.add_argument("--only", help=f"methods to draw, comma-separated; all that are there, {OURS} among them")
-    parser.add_argument(
-        "--measure", choices=MEASURES, default=MEASURES[0], help="bits_per_byte where vocabularies differ"
-    )
     parser.add_argument("--title", help="of the picture; the model's name if left out")
     parser.add_argument("--file", type=Path, required=True, help="SVG or PNG file to write")
     args = parser.parse_args()
@@ -65,8 +60,8 @@ def main() -> None:
     kept = {key: rows[key] for name in chosen for key in rows if key.endswith(f" | {name}")}
     kept = {"dense": rows["dense"], **kept}
     args.file.parent.mkdir(parents=True, exist_ok=True)
-    plot_quality(kept, args.title or str(rows["dense"]["how"]["model"][0]), args.file, args.measure)
-    print(format_points(kept, args.measure))
+    plot_quality(kept, args.title or str(rows["dense"]["how"]["model"][0]), args.file)
+    print(format_points(kept))
 
 
 if __name__ == "__main__":

@@ -98,9 +98,7 @@ def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Ma
 
 
 @contextmanager
-def draw_panels(
-    texts: Collection[str], title: str, file: Path, measure: str = "perplexity"
-) -> Iterator[dict[str, Any]]:
+def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict[str, Any]]:
     """Yield one panel (matplotlib axes) by text, drawn to a file after the block; nothing is drawn where matplotlib is missing."""
     try:
         import matplotlib
@@ -114,7 +112,7 @@ def draw_panels(
     size = (4 * len(texts), 4.0)
     figure, panels = pyplot.subplots(1, len(texts), figsize=size, layout="constrained", squeeze=False)
     yield dict(zip(texts, panels[0], strict=True))
-    panels[0][0].set_ylabel(measure)
+    panels[0][0].set_ylabel("perplexity")
     panels[0][0].legend(fontsize="small")
     for text, axes in zip(texts, panels[0], strict=True):
         axes.set_title(text)
@@ -123,21 +121,18 @@ def draw_panels(
     pyplot.close(figure)
 
 
-def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path, measure: str = "perplexity") -> None:
-    """Draw perplexity against the share of the whole model that is gone, one line per method, one panel per text.
-
-    :param measure: ``perplexity`` or ``bits_per_byte``
-    """
+def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
+    """Draw perplexity against the share of the whole model that is gone, one line per method, one panel per text."""
     rows = {key: row for key, row in rows.items() if "refused" not in row}
     dense = rows["dense"]
     methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
-    with draw_panels(dense[measure], title, file, measure.replace("_", " ")) as panels:
+    with draw_panels(dense["perplexity"], title, file) as panels:
         for text, axes in panels.items():
             for method in methods:
                 mine = [row for key, row in rows.items() if key.endswith(f" | {method}")]
-                points = sorted((100 * row["removed_of_model"], row[measure][text]) for row in [dense, *mine])
+                points = sorted((100 * row["removed_of_model"], row["perplexity"][text]) for row in [dense, *mine])
                 axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
-            axes.axhline(dense[measure][text], color="gray", linestyle=":", label="dense")
+            axes.axhline(dense["perplexity"][text], color="gray", linestyle=":", label="dense")
             axes.set(xlabel="removed of the whole model, %", yscale="log")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text
 from eval.zeroshot import TASKS, find_items, identify_tasks, read_items, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
+from struprune_plugin.evaluation.scoring import cut_texts, load_checkpoint, measure_bits, measure_perplexity
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
@@ -64,6 +63,7 @@ class Workload:
     :param max_tokens: scored of every text; all of it where None
     :param tasks: zero-shot tasks to score, too, of :data:`eval.zeroshot.TASKS`
     :param divergence: measure KL(dense ‖ pruned) on the texts, too
+    :param bits: measure bits per byte on the texts, too, which compare models with different tokenizers
     """
 
     model: str
@@ -76,6 +76,7 @@ class Workload:
     max_tokens: int | None
     tasks: Sequence[str] = ()
     divergence: bool = False
+    bits: bool = False
 
     def identify_row(self, row: Row | None = None, sparsity: float = 0.0) -> dict[str, Any]:
         """Return everything that the result of a row depends on, of the dense one where None."""
@@ -84,7 +85,7 @@ class Workload:
             "model": identify_model(self.model),
             "texts": {name: identify_text(s) for name, s in self.texts.items() if s != ITEMS},
             "items": [identify_text(str(file)) for file in find_items() if ITEMS in self.texts.values()],
-            "scored": [self.window, self.window, self.max_tokens, self.divergence],
+            "scored": [self.window, self.window, self.max_tokens, self.divergence, self.bits],
             "tasks": identify_tasks(self.tasks),
         }
         if row is None:
@@ -245,22 +246,13 @@ def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: 
     told: dict[str, Any] = {
         "perplexity": {n: measure_perplexity(model, text, work.window) for n, text in texts.items()}
     }
-    told["bits_per_byte"] = {
-        name: math.log2(value) * measure_tokens_per_byte(tokenizer, texts[name], work.window)
-        for name, value in told["perplexity"].items()
-    }
+    if work.bits:
+        plain = {name: cut_texts(list_texts(source), work.max_tokens) for name, source in work.texts.items()}
+        told["bits_per_byte"] = {n: measure_bits(model, tokenizer, part, work.window) for n, part in plain.items()}
     if work.divergence:
         dense = load_checkpoint(work.model)[0]
         told["divergence"] = {name: measure_divergence(dense, model, text, work.window) for name, text in texts.items()}
     return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
-
-
-def measure_tokens_per_byte(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, window: int) -> float:
-    """Return the tokens in whole windows, without special ones, per byte of their text (UTF-8): what makes perplexities of
-    vocabularies comparable."""
-    scored = tokens[: len(tokens) // window * window]
-    text = tokenizer.decode(scored, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return int((~torch.isin(scored, torch.tensor(tokenizer.all_special_ids))).sum()) / len(text.encode())
 
 
 @torch.no_grad()
@@ -283,12 +275,17 @@ def read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, work: Workload)
     by blank lines; the first 1,100 texts of C4's first validation file by blanks, of which 256 windows count. As there, their
     windows are cut from one stream; a file's each begin as the tokenizer begins a text.
     """
-    if source == ITEMS:
-        return tokenize_texts(tokenizer, ["\n\n".join(read_items())], work.max_tokens, work.window)
     if source in HUB:
         most = work.max_tokens or (C4_WINDOWS * work.window if source == "c4" else None)
-        return tokenize_texts(tokenizer, [read_hub_text(source)], most)
-    return tokenize_texts(tokenizer, read_texts(source), work.max_tokens, work.window)
+        return tokenize_texts(tokenizer, list_texts(source), most)
+    return tokenize_texts(tokenizer, list_texts(source), work.max_tokens, work.window)
+
+
+def list_texts(source: str) -> list[str]:
+    """Return a text to score as :func:`read_tokens` reads it, before it is cut."""
+    if source == ITEMS:
+        return ["\n\n".join(read_items())]
+    return [read_hub_text(source)] if source in HUB else read_texts(source)
 
 
 def read_hub_text(source: str) -> str:

@@ -3,13 +3,15 @@
     python -m eval.vocabulary --model MODEL --text books.jsonl --text code.py --language en \
         --score WikiText-2=DATA/wikitext2_test.jsonl --score how-to=piqa.jsonl:query --sizes 0.8,0.6,0.4
 
-Texts are JSON lines (``FILE:COLUMN``; the column is ``text`` if left out) or any other text file, read whole.
+The first column of scores is of the held-out tenth of the ranking text, whose growth is estimated. Texts are JSON lines
+(``FILE:COLUMN``; the column is ``text`` if left out) or any other text file, read whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,6 +40,11 @@ def take_bytes(texts: list[str], most: int) -> list[str]:
     """Return the first bytes of some texts."""
     joined = "\n".join(texts).encode()
     return [joined[:most].decode(errors="ignore")]
+
+
+def measure_bytes(texts: list[str]) -> int:
+    """Return the bytes of some texts."""
+    return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
 def list_sizes(
@@ -99,6 +106,7 @@ def main() -> None:
         plan = plan_trim(source, ranking)
     print(f"ranked in {time.perf_counter() - start:.0f} s; at least {plan.least} rows", flush=True)
     model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
+    texts = {"held-out": plan.held_out[:: math.ceil(measure_bytes(plan.held_out) / parsed.bytes)], **texts}
     scores = {
         source.num_rows: {name: measure_bits(model, tokenizer, text, parsed.window) for name, text in texts.items()}
     }
@@ -112,17 +120,14 @@ def main() -> None:
 
 
 def show(plan: TrimPlan, scores: dict[int, dict[str, float]]) -> Table:
-    """Return one row per size: share of the whole model, tokens more as estimated, bits per byte and their mean growth."""
+    """Return one row per size: share of the whole model, estimated growth of the held-out text's bits, bits per byte."""
     dense, whole = next(iter(scores.values())), plan.estimate(plan.source.num_rows).parameters
     rows = []
     for size, bits in scores.items():
         point = plan.estimate(size)
-        growth = sum(bits[name] / dense[name] - 1 for name in dense) / len(dense)
-        cells = [f"{value:.4f}" for value in bits.values()]
-        rows.append(
-            [f"{size:,}", f"{point.parameters / whole - 1:+.1%}", f"{point.tokens_more:+.2%}", *cells, f"{growth:+.2%}"]
-        )
-    return Table(["rows", "whole model", "held-out tokens", *dense, "mean"], rows)
+        cells = [f"{value:.4f} ({value / dense[name] - 1:+.2%})" for name, value in bits.items()]
+        rows.append([f"{size:,}", f"{point.parameters / whole - 1:+.1%}", f"{point.bits_more:+.2%}", *cells])
+    return Table(["rows", "whole model", "estimated", *dense], rows)
 
 
 if __name__ == "__main__":

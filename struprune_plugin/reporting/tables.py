@@ -189,8 +189,10 @@ def summarize_vocabulary(record: VocabularyRecord, folder: Path | None = None) -
     whole, rows = record.parameters_before, []
     for point in record.curve:
         chosen = "←" if point.rows == record.rows_after else ""
-        rows.append([f"{point.rows:,}", f"{point.parameters / whole - 1:+.1%}", f"{point.tokens_more:+.2%}", chosen])
-    curve = str(Table(["rows", "whole model", "held-out tokens, at most", ""], rows))
+        shares = f"{point.parameters / whole - 1:+.1%}", f"{point.tokens_more:+.2%}", f"{point.bits_more:+.2%}"
+        rows.append([f"{point.rows:,}", *shares, chosen])
+    header = ["rows", "whole model", "held-out tokens, at most", "bits per byte, estimated", ""]
+    curve = str(Table(header, rows))
     told = [curve, format_facts([("trimmed from", record.base), *list_vocabulary_facts(record)])]
     if folder is None:
         return told

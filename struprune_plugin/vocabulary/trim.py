@@ -167,7 +167,7 @@ def describe_trim(plan: TrimPlan) -> VocabularyRecord:
 
 
 def draw_curve(record: VocabularyRecord, file: Path) -> None:
-    """Draw tokens more in the held-out text against the share of the whole model that is left.
+    """Draw the estimated growth of the held-out text's bits, and of its tokens, against the share of the whole model that is left.
 
     :raises ValueError: matplotlib is not installed
     """
@@ -176,11 +176,11 @@ def draw_curve(record: VocabularyRecord, file: Path) -> None:
     except ImportError:
         raise ValueError('--plot: needs matplotlib, got none. Run `pip install "struprune-plugin[plots]"`.') from None
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).add_subplot()
-    points = [(point.parameters / record.parameters_before, point.tokens_more) for point in record.curve]
-    axes.plot([100 * left for left, _ in points], [100 * more for _, more in points], marker="o")
-    axes.axvline(100 * record.parameters_after / record.parameters_before, color="gray", linestyle=":")
-    axes.set(
-        xlabel="parameters of the whole model left, %", ylabel="tokens more in held-out text, at most, %", ylim=(0, 5)
-    )
+    left = [100 * point.parameters / record.parameters_before for point in record.curve]
+    axes.plot(left, [100 * point.bits_more for point in record.curve], marker="o", label="bits per byte, estimated")
+    axes.plot(left, [100 * point.tokens_more for point in record.curve], marker=".", label="tokens, at most")
+    axes.axvline(100 * record.parameters_after / record.parameters_before, color="gray", linestyle=":", label="planned")
+    axes.set(xlabel="parameters of the whole model left, %", ylabel="more in held-out text, %", ylim=(0, 5))
+    axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file)

@@ -33,7 +33,6 @@ from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson, read_tokenizer_json
 
 MULTIPLE = 64  # of rows: engines pad to it
-BITS_PER_TOKEN = 2.0  # growth of a text's bits over that of its number of tokens; measured, docs/vocabulary.md
 _RESERVED = re.compile(r"unused|reserved|^\W*(extra|special)_?\d", re.IGNORECASE)
 _SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the rows, in the curve
 
@@ -225,7 +224,7 @@ def _choose_size(plan: TrimPlan, ranking: Ranking) -> int:
         fits = (
             size
             for size in range(plan.least, min(most, rows - 1) + 1, MULTIPLE)
-            if plan.estimate(size).tokens_more * BITS_PER_TOKEN <= ranking.limit
+            if plan.estimate(size).bits_more <= ranking.limit
         )
         if (smallest := next(fits, None)) is None:
             raise ValueError(f"limit: must let some rows go, got {ranking.limit}, which keeps all {rows}. Raise it.")

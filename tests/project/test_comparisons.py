@@ -1,7 +1,6 @@
 """Commands under eval/ that compare with what others publish: a board's protocol, two models of a family, the picture of sizes."""
 
 import json
-import math
 import shutil
 import sys
 
@@ -11,7 +10,6 @@ from helpers.families import make_model
 from helpers.models import save_model
 
 from eval import arena, family, methods, picture, zeroshot
-from eval.rows import measure_tokens_per_byte
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
@@ -118,24 +116,10 @@ def test_family_prunes_the_large_model_to_the_small_ones_size(texts, tmp_path, m
         family.find_sparsity(str(small), str(large))
 
 
-def test_bits_per_byte_are_those_of_the_text(opt):
-    """The sum of all tokens' bits, at the mean of the scored ones, over the bytes of the windows' text."""
-    model, tokenizer = load_checkpoint(str(opt))
-    text = json.loads(DEMO_TEST.read_text(encoding="utf-8").splitlines()[0])["text"]
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"][:70])
-    windows = tokens[:64].view(2, 32)
-    with torch.no_grad():
-        logs = model(windows).logits.double().log_softmax(-1)
-    bits = -logs[:, :-1].gather(2, windows[:, 1:, None]).mean() / math.log(2)
-    naive = float(bits) * 64 / len(tokenizer.decode(tokens[:64]).encode())
-    found = math.log2(measure_perplexity(model, tokens, 32)) * measure_tokens_per_byte(tokenizer, tokens, 32)
-    assert found == pytest.approx(naive, rel=1e-5)
-
-
 def test_picture_draws_rows_of_quality_and_refuses_older_ones(tmp_path, monkeypatch, capsys):
     def row(perplexity, removed):
-        measured = {"perplexity": {"t": perplexity}, "bits_per_byte": {"t": math.log2(perplexity) / 4}}
-        return {"how": {"model": ["tiny"]}, **measured, "removed": removed, "removed_of_model": 0.8 * removed}
+        shares = {"removed": removed, "removed_of_model": 0.8 * removed}
+        return {"how": {"model": ["tiny"]}, "perplexity": {"t": perplexity}, **shares}
 
     rows = {"dense": row(10.0, 0.0), "0.3 | FASP": row(20.0, 0.3), f"0.3 | {methods.OURS}": row(14.0, 0.3)}
     rows |= {"0.5 | FASP": {"refused": "too much"}, "0.3 | FLAP": row(30.0, 0.3)}

@@ -127,7 +127,10 @@ def oneshot(
             check_written(folder, compressed)
             write_recipe(loaded, folder)
             keep_tokenizer(origin, source, folder, revision)
-            _carry(source, folder, compressed.config, revision)
+            carry_files(source, folder, compressed.config, revision)
+            carry_manifest(source, folder)
+            if (folder / MANIFEST_NAME).is_file():
+                write_card(folder)
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
@@ -168,14 +171,6 @@ def _read_tokenizer(model: str | PreTrainedModel, kwargs: dict[str, Any]) -> dic
     return kwargs
 
 
-def _carry(source: str, folder: Path, config: PretrainedConfig, revision: str) -> None:
-    """Carry what a model's folder holds beside its weights to an output, and write the output's card."""
-    carry_files(source, folder, config, revision)
-    carry_manifest(source, folder)
-    if (folder / MANIFEST_NAME).is_file():
-        write_card(folder)
-
-
 @contextmanager
 def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: list[Modifier]) -> Iterator[None]:
     """Patch llm-compressor in the block to accept models that it would refuse or change needlessly."""
@@ -191,7 +186,5 @@ def _adapt_host(config: PretrainedConfig, model: PreTrainedModel, modifiers: lis
             stack.enter_context(patch_attr(host, "get_non_linearized_moes", lambda model: []))
             stack.enter_context(patch_attr(host, "norm_calibration_context", nullcontext))
         elif is_pruned(type(model.config)):
-            linearize_experts(
-                model
-            )  # llm-compressor would read the experts' width before pruning from the configuration
+            linearize_experts(model)  # llm-compressor would read their width before pruning from the configuration
         yield

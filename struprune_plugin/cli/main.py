@@ -205,9 +205,8 @@ def eval_(
 
     source = text or (None if tasks else DEMO_TEST)
     harness = [name.strip() for name in tasks.split(",") if tasks], include_path, limit
-    asked = Scoring(
-        source, text_column, window, max_tokens, trust_remote_code, *harness, batch_size, dtype, not no_window_bos, True
-    )
+    settings = *harness, batch_size, dtype, not no_window_bos, True
+    asked = Scoring(source, text_column, window, max_tokens, trust_remote_code, *settings)
     dense, scorer = find_dense(paths), make_scorer(asked, paths)
     scores = {path: scorer(path) for path in dict.fromkeys(paths)}
     screen.show({"settings": asdict(asked), "scores": scores}, format_scores(scores))

@@ -248,19 +248,13 @@ def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
             f"{type(dataset).__name__}. Pass one split, or make a Dataset: Dataset.from_dict({{'text': [...]}})."
         )
     if splits is not None and not is_from_host(dataset):
-        raise ValueError(
-            f"splits: has no effect on this dataset, got {splits!r}. Pass the part that you mean as dataset."
-        )
+        raise ValueError(f"splits: has no effect on this dataset, got {splits!r}. Pass the part itself as dataset.")
     length = kwargs.get("max_seq_length")
     if length is not None and (not isinstance(length, int) or length < 1):
-        raise ValueError(
-            f"max_seq_length: must be a whole number of tokens above 0, got {length!r}. Correct it, or leave it out."
-        )
+        raise ValueError(f"max_seq_length: must be a whole number of tokens above 0, got {length!r}. Correct it.")
     is_cut = isinstance(dataset, (str, os.PathLike)) or kwargs.get("concatenate_data")
     if not window_bos and (not is_cut or is_from_host(dataset)):
-        raise ValueError(
-            "window_bos: has no effect on this dataset, whose rows are not cut into windows here, got False. Leave it out."
-        )
+        raise ValueError("window_bos: has no effect on this dataset, whose rows are not cut, got False. Leave it out.")
 
 
 def is_from_host(dataset: object) -> bool:
@@ -285,9 +279,7 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
         source = Dataset.from_list(list(islice(source, samples))) or Dataset.from_dict({"text": []})
     rows, preprocesses = (source if isinstance(source, Dataset) else None), bool(kwargs.get("preprocessing_func"))
     if rows is not None and rows.column_names and not len(rows):
-        raise ValueError(
-            "dataset: must have at least one row, got none. Pass other data, or correct what selects its rows."
-        )
+        raise ValueError("dataset: must have at least one row, got none. Pass other data, or select other rows.")
     has_tokens = rows and "input_ids" in rows.column_names and not preprocesses
     if source is None or isinstance(source, DataLoader) or has_tokens:
         return _split_dataset(kwargs | {"dataset": source})

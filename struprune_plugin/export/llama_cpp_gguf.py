@@ -70,9 +70,7 @@ def write_gguf(model: PreTrainedModel, config: Any, source: Path, output: Path) 
     writer.close()
     read = {tensor.name: tensor.data for tensor in gguf.GGUFReader(output).tensors}
     if {name: data.nbytes for name, data in read.items()} != written or read[last[0]].tobytes() != last[1]:
-        raise OSError(
-            f"output_dir: {output.name} must hold the model's weights, got others. Check the disk, and run again."
-        )
+        raise OSError(f"output_dir: {output.name} must hold the model's weights, got others. Check the disk.")
 
 
 def _pair_channels(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -106,17 +104,17 @@ def _name_splitting(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for a tokenizer's splitting of text before merges; ValueError where it is not known here."""
     split = tokenizer.get("pre_tokenizer") or {}
     steps = split.get("pretokenizers", [split])
-    kinds = [step.get("type") for step in steps]
+    types = [step.get("type") for step in steps]
     if tokenizer.get("model", {}).get("type") == "BPE":
-        if kinds == ["ByteLevel"]:
+        if types == ["ByteLevel"]:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        if types == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and str(steps[0]["pattern"].get("Regex")).startswith(_LLAMA3):
+        if types == ["Split", "ByteLevel"] and str(steps[0]["pattern"].get("Regex")).startswith(_LLAMA3):
             return "llama-bpe"
     raise ValueError(
         "gguf: the tokenizer must be a byte-level BPE that splits as GPT-2's, SmolLM's or LLaMA-3's does, got a "
-        f"{tokenizer.get('model', {}).get('type')} with {kinds}. Convert to uniform-padded, and try llama.cpp's own converter."
+        f"{tokenizer.get('model', {}).get('type')} with {types}. Convert to uniform-padded, and try llama.cpp's own converter."
     )
 
 
@@ -131,7 +129,7 @@ def _write_tokenizer(writer: Any, config: Any, source: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_name_splitting(content))
     writer.add_token_list([text for text, _ in filled])
-    writer.add_token_types([kind for _, kind in filled])
+    writer.add_token_types([token_type for _, token_type in filled])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
     tokenizer = load_tokenizer(source)  # gguf's own reader takes other templates and beginnings than transformers
     template: Any = tokenizer.chat_template

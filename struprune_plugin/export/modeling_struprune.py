@@ -327,10 +327,10 @@ def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
     owner.struprune_padding[name] = padding
 
 
-def list_methods(kind: type) -> dict[str, Any]:
+def list_methods(owner: type) -> dict[str, Any]:
     """Return the methods of a module's stock class and its bases, without those that all modules have, by name."""
-    kinds = [base for base in kind.__mro__[: kind.__mro__.index(nn.Module)] if not base.__name__.startswith(PREFIX)]
-    return {name: each for base in reversed(kinds) for name, each in vars(base).items() if inspect.isfunction(each)}
+    bases = [base for base in owner.__mro__[: owner.__mro__.index(nn.Module)] if not base.__name__.startswith(PREFIX)]
+    return {name: each for base in reversed(bases) for name, each in vars(base).items() if inspect.isfunction(each)}
 
 
 @functools.cache
@@ -351,8 +351,8 @@ def derive_padded(stock: Any) -> Any:
 
 def make_padded(stock: Any) -> Any:
     """Return an empty module of the class that :func:`derive_padded` returns, for copies to be filled."""
-    kind = derive_padded(stock)
-    return kind.__new__(kind)
+    padded = derive_padded(stock)
+    return padded.__new__(padded)
 
 
 class View:

@@ -46,7 +46,7 @@ class PerLayerOutput:
         return iter(())
 
     def allocate(self, model: PreTrainedModel) -> Callable[[str, int], bool] | None:
-        """Return whether a kind of modules may keep n units, the same in all layers; None where each layer has its own number."""
+        """Return whether modules of a pool may keep n units, the same in all layers; None where each layer has its own number."""
         return None
 
     def adopt(self, model: PreTrainedModel) -> None:
@@ -109,10 +109,13 @@ class UniformOutput(PerLayerOutput):
         )
 
     def allocate(self, model: PreTrainedModel) -> Callable[[str, int], bool]:
-        return lambda kind, n: kind != "attention" or stock_config.can_hold_heads(model, n)
+        return lambda pool, n: pool != "attention" or stock_config.can_hold_heads(model, n)
 
     def adopt(self, model: PreTrainedModel) -> None:
-        adopt_stock(model, stock_config.make_uniform_config(model))
+        release_padding(model)
+        heads = {size.num_key_value_heads for size in stock_config.list_sizes(model)} - {0}
+        changes = stock_config.change_heads(model, heads.pop()) if len(heads) == 1 else {}  # else no head was removed
+        adopt_stock(model, stock_config.find_stock_config(model, changes))
 
 
 class UniformPadded:
@@ -171,7 +174,7 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{source}: must not be quantised, got a quantised model. Convert the unquantised output, and quantise afterwards."
+            f"{source}: must not be quantised, got a quantised model. Convert first, and quantise afterwards."
         )
     CONVERSIONS[form].check(make_dense_config(config), source)
     model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)

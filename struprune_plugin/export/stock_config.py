@@ -15,7 +15,6 @@ from struprune_plugin.export.any_class import (
     list_differences,
     list_shapes,
     list_stock_shapes,
-    release_padding,
     replace_conv1d,
 )
 from struprune_plugin.model.experts import list_packed_shapes
@@ -30,14 +29,6 @@ _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from ano
 def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
     """Return the sizes of all decoder layers."""
     return [measure_layer(layout, layer) for layer, layout in find_layouts(model)]
-
-
-def make_uniform_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the stock configuration of a model whose layers all have the same sizes; ValueError where it cannot have them."""
-    release_padding(model)
-    heads = {size.num_key_value_heads for size in list_sizes(model)} - {0}
-    changes = change_heads(model, heads.pop()) if len(heads) == 1 else {}  # else the heads did not change
-    return find_stock_config(model, changes)
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:

@@ -79,9 +79,7 @@ class SoftmaxRule(rules.AllocationRule):
         best = argmin_with_ties([error for _, error in tried])
         num_keep, error = tried[best]
         if self.as_printed:
-            removed = sum(
-                (size.num_units - count) * size.unit_cost for size, count in zip(sizes, num_keep, strict=True)
-            )
+            removed = sum((s.num_units - count) * s.unit_cost for s, count in zip(sizes, num_keep, strict=True))
             logger.warning(
                 f"as_printed: the paper's formula removes {removed / budget.num_prunable:.4f} of the parameters in place of "
                 f"{budget.sparsity} (R6). Set `as_printed: false` to meet the budget."

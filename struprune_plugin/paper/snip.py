@@ -61,9 +61,8 @@ class SNIP(Importance):
                 counted += num_tokens
         num_tokens, scores = max(sum(gather(counted)), 1), dict[str, Tensor]()
         for group in groups:
-            of_columns, *of_rows = (
-                sum_over_ranks(sums.pop((group.name, name))) / num_tokens for name in (group.consumer, *group.producers)
-            )
+            linears = (group.consumer, *group.producers)
+            of_columns, *of_rows = (sum_over_ranks(sums.pop((group.name, name))) / num_tokens for name in linears)
             units = torch.arange(group.num_units, device=of_columns.device)
             columns = unit_columns(units, group.columns_per_unit).view(group.num_units, -1)
             rows = [sum_rows(group, name, part) for name, part in zip(group.producers, of_rows, strict=True)]

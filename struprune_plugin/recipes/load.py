@@ -51,7 +51,7 @@ def load_recipe(
     count = sum(isinstance(modifier, StruPruneModifier) for modifier in loaded.modifiers)
     if count > 1:
         raise ValueError(
-            f"recipe: must have one StruPruneModifier, got {count}. To prune further, prune the saved output in a second run."
+            f"recipe: must have one StruPruneModifier, got {count}. Prune the output again in a second run."
         )
     return loaded
 
@@ -69,15 +69,13 @@ def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recip
             problem = " ".join(str(error).split())[:300]
             if unknown := re.match("No modifier of type '(.*)'", problem):
                 remedy = suggest(unknown[1], MODIFIERS) or f"StruPrune's modifiers are {', '.join(MODIFIERS)}."
-                message = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
+                text = f"{unknown[1]!r} is not a modifier of StruPrune or llm-compressor. {remedy}"
             else:
-                message = (
-                    f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
-                )
+                text = f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
     except ValidationError as error:
-        message = f"{error.title}: {describe_error(error, MODIFIERS)}"
-        message += "" if message.endswith((".", "?")) else ". Correct it."
-    raise ValueError(f"{where}: {message}")
+        text = f"{error.title}: {describe_error(error, MODIFIERS)}"
+        text += "" if text.endswith((".", "?")) else ". Correct it."
+    raise ValueError(f"{where}: {text}")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
@@ -129,9 +127,7 @@ def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
     ending = ("_stage", "_modifiers", "", "")[len(path)]
     if not is_mapping or (len(path) < 3 and not part) or not all(name.endswith(ending) for name in part):
         place = f"{'.'.join(map(show_name, path))} " if path else ""
-        content = (
-            f" with names that end in '{ending}'" if ending else " of modifiers" if len(path) == 2 else " of fields"
-        )
+        content = f" with names that end in '{ending}'" if ending else (" of modifiers", " of fields")[len(path) - 2]
         raise ValueError(
             f"{where}: {place}must be a mapping{content}, got {shorten_value(part)}. Write the recipe in the form {_FORM}."
         )

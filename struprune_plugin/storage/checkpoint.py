@@ -150,9 +150,8 @@ def _may_be_causal(config: PretrainedConfig) -> bool:
     if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or config.model_type not in CONFIG_MAPPING_NAMES:
         return True
     is_other = config.is_encoder_decoder or config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
-        not is_other or getattr(config, "is_decoder", False)
-    )
+    is_decoder = not is_other or getattr(config, "is_decoder", False)
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and is_decoder
 
 
 def load_tokenizer(
@@ -316,9 +315,7 @@ def check_written(folder: Path, model: PreTrainedModel) -> None:
     except (OSError, SafetensorError) as error:
         problem = shorten_error(error)
     if problem:
-        raise OSError(
-            f"output_dir: what was written must be the weights of the model, got {problem}. Check the disk, and run again."
-        )
+        raise OSError(f"output_dir: what was written must be the weights of the model, got {problem}. Check the disk.")
 
 
 def _list_held(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -55,9 +55,7 @@ def check_place(where: str, folder: Path) -> None:
     """
     place = next((path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)), folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"{where}: must be in a folder that can be written, got {place}, which cannot. Choose another path."
-        )
+        raise ValueError(f"{where}: must be in a folder that can be written, got {place}. Choose another path.")
 
 
 def check_room(wanted: Sequence[tuple[str, Path, int]]) -> None:

@@ -33,9 +33,7 @@ class ModelRecord:
     type: str  # ``model_type`` of the pruned model
     parameters_before: Count
     parameters_after: Count
-    removed_share: float | None = _optional(
-        default=None
-    )  # of all parameters; ``met_sparsity`` is of the decoder's linears
+    removed_share: float | None = _optional(default=None)  # of all parameters; ``met_sparsity`` is of the linears
     left_out: list[str] = _optional(default_factory=list)  # tensors of the checkpoint that its class does not load
 
 
@@ -89,11 +87,11 @@ class AllocationRecord:
     searched: list[dict[str, float]] | None = _optional(default=None)  # every temperature with its error
     importance: dict[str, float] | None = _optional(default=None)  # by group
     retention: dict[str, float] | None = _optional(default=None)  # mean of Lemma 1's scores, by group
-    error: float | None = _optional(default=None)  # sum of all error curves at the counts of the rule's own plan
+    error: float | None = _optional(default=None)  # sum of all error curves at the rule's allocation
     sensitivity: str | None = _optional(default=None)  # weight of the errors
-    tried: dict[str, float] | None = _optional(default=None)  # KL divergence of every plan, in nats per token
-    taken: str | None = _optional(default=None)  # name of the plan that was used
-    doubt: str | None = _optional(default=None)  # why the rule's own plan is in doubt
+    tried: dict[str, float] | None = _optional(default=None)  # KL divergence of every candidate, in nats per token
+    taken: str | None = _optional(default=None)  # name of the candidate that was used
+    doubt: str | None = _optional(default=None)  # why the rule's allocation is in doubt
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -46,9 +46,7 @@ def check_output(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
     places += [("input", Path(path)) for path in inputs if isinstance(path, Path) or os.path.lexists(path)]
     for what, path in places:
         if path.resolve().is_relative_to(folder):
-            raise ValueError(
-                f"output_dir: must not be or hold the {what} {path}, got {folder}, which would be replaced. Choose another path."
-            )
+            raise ValueError(f"output_dir: must not be or hold the {what} {path}, got {folder}. Choose another path.")
     check_place("output_dir", folder)
     check_place("output_dir", folder.parent)
     content = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -108,9 +106,7 @@ def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLi
         compute_on_rank0(lambda: _take_place(scratch, folder, overwrite, inputs))
     except Exception as error:
         if "No space left" in str(error) and "checkpoint_dir" not in str(error):  # safetensors has errors of its own
-            raise OSError(
-                f"output_dir: {folder} cannot be written: the disk is full. Free disk space, and run the command again."
-            ) from None
+            raise OSError(f"output_dir: {folder} cannot be written: the disk is full. Free disk space.") from None
         raise
     finally:
         if lock.is_locked:
@@ -146,7 +142,5 @@ def _take_place(scratch: Path, folder: Path, overwrite: bool, inputs: Sequence[s
         flush(folder.parent)
     except (OSError, ValueError):
         kept = new.rename(folder.with_name(f"{folder.name}.finished-{os.getpid()}"))
-        logger.error(
-            f"output_dir: the finished output cannot be moved to {folder}. It is complete, in {kept}; move it yourself."
-        )
+        logger.error(f"output_dir: the finished output cannot be moved to {folder}. It is whole, in {kept}; move it.")
         raise

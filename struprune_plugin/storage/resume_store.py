@@ -86,17 +86,18 @@ class ResumeStore:
         with self._writing(part), replace_file(self.folder / f"{part}.safetensors") as partial:
             save_file(held, partial, metadata={"record": record})
 
-    def read(self, part: str, kind: Any) -> Any:
+    def read(self, part: str, value_type: Any) -> Any:
         """Return the value of a part, with its tensors on the host; None if it is missing or truncated.
 
-        :param kind: type of the value
+        :param value_type: type of the value
         """
         file = self.folder / f"{part}.safetensors"
         if not file.is_file():
             return None
         try:
             with safe_open(file, "pt") as opened:
-                return join_tensors(opened.metadata()["record"], kind, lambda index: opened.get_tensor(str(index)))
+                record, read_tensor = opened.metadata()["record"], opened.get_tensor
+                return join_tensors(record, value_type, lambda index: read_tensor(str(index)))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             logger.warning(f"checkpoint_dir: {file} is damaged ({error}) and is computed again.")
             return None

@@ -66,8 +66,8 @@ class LayerStatistics:
         num_before = self._num_before + sum(call.batch_shape[0] for call in self.calls[:index])
         for group, batch in batches:
             if group.name not in self._sums:
-                sums = make_sums(layer, group, batch.inputs.device, self.context, self._hold_out)
-                self._sums[group.name] = sums
+                device = batch.inputs.device
+                self._sums[group.name] = make_sums(layer, group, device, self.context, self._hold_out)
             add_batch(self._sums[group.name], batch, self.context, num_before)
         return output
 
@@ -94,18 +94,16 @@ class LayerStatistics:
         for group in groups:
             if not group.mixture:
                 target, factors = self.dense.find_target(group, tensors, index)
-                yield (
-                    group,
-                    ConsumerBatch(
-                        tensors.find_source(group), tensors.inputs[group.consumer], target, call, factors=factors
-                    ),
-                )
+                source, inputs = tensors.find_source(group), tensors.inputs[group.consumer]
+                yield group, ConsumerBatch(source, inputs, target, call, factors=factors)
         if mixture:
             missing = self.dense.find_missing(mixture[0], tensors, index)
             yield from mixture[0].unit.visit_mixture(layer, mixture, tensors, call, missing)
 
     def keep_groups(self, groups: Sequence[UnitGroup]) -> None:
         """Continue with the groups left after entries of a mixture were removed, which changes the tokens of the remaining ones."""
+        if len(groups) == len(self._groups):
+            return
         for group in self._groups:
             if group.mixture:
                 self._sums.pop(group.name, None)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from struprune_plugin.layerwise.dense_reference import Target
+from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.importance import Importance
 from struprune_plugin.pruning.weight_update import WeightUpdate
+from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.distributed import count_before
 from struprune_plugin.storage.manifest import AllocationRecord
 
 
@@ -29,6 +34,19 @@ class PruningConfig:
     chooses_dampening: bool
     rotate_values: bool
     sparsity: float
+
+    def make_statistics(
+        self, batches: Sequence[Mapping[str, Tensor]], groups: Sequence[UnitGroup], context: DeviceContext
+    ) -> LayerStatistics:
+        """Return the statistics of a pass that prunes these groups on this process' batches."""
+        return LayerStatistics(
+            self.reconstruct,
+            context,
+            changes=True,
+            hold_out=self.chooses_dampening,
+            num_before=count_before(sum(len(batch["input_ids"]) for batch in batches)),
+            revisits=self.weight_update.refines or self.importance.revisits or any(g.is_coupled for g in groups),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Updates of the remaining weights: a least-squares solve of the consumer, and a weight update's own refinement."""
+"""Updates of the remaining weights: a least-squares solve of the consumer, a weight update's refinement, and the cut."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,11 +11,45 @@ from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error, take_columns, with_bias_index
 from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
-from struprune_plugin.model.surgery import set_consumer, slice_group
+from struprune_plugin.model.surgery import LayerCopy, rotate_group, rotate_producer, set_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
+
+_OF_LAST_SOLVE = "error_after", "damping", "condition_number"  # of a record
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Kept units and new weights of a stack, in unit order, the bias last; the first dimension is the linears.
+
+    :param keep: sorted kept units, shape [linears, kept], int64, on the host
+    :param weight: the consumers' weights on them, shape [linears, d, kept columns + 1], float64
+    :param basis: rotation of the units before selection, shape [linears, blocks, width, width]; None without one
+    :param producers: by name, the kept rows of a linear that the rotation changes, bias last; processes may share the weights
+    """
+
+    keep: Tensor
+    weight: Tensor
+    basis: Tensor | None
+    producers: dict[str, Tensor]
+    records: list[SolveRecord]
+
+    def take(self, linear: int) -> Solution:
+        """Return the solution of one linear, as views."""
+        only = slice(linear, linear + 1)
+        basis = None if self.basis is None else self.basis[only]
+        return Solution(self.keep[only], self.weight[only], basis, self.producers, self.records[only])
+
+
+@dataclass(frozen=True)
+class FinishedLayer:
+    """Records of one decoder layer, whether anything was removed up to it, and for a store a copy of it if so."""
+
+    groups: list[GroupRecord]
+    changed: bool
+    copy: LayerCopy | None = None
 
 
 def solve_weights(
@@ -50,18 +84,41 @@ def solve_weights(
     return weight, list(map(SolveRecord, *errors, dampings, [None] * len(keep), condition, scale))
 
 
-def refine_group(module: Stack, keep: Tensor, weight: Tensor, config: PruningConfig) -> tuple[list[float], SolveRecord]:
-    """Refine the least-squares solution of a single group, slice, and re-solve the consumer on the true activations.
+def rotate_producers(stack: Stack, keep: Tensor, basis: Tensor) -> dict[str, Tensor]:
+    """Return, by name, the kept rows of the linear that produces the rotated values of a single group, bias last.
 
-    The closing solve makes p = phi(z) hold exactly in the saved model. Source: method.md sections 6 and 7.
-
-    :param keep: sorted kept units
-    :param weight: the consumer's re-solved weights on them, bias last
-    :return: the objective at the start, then after every step; the record of the closing solve
+    :param keep: sorted kept units, shape [1, kept], on the host
+    :param basis: shape [1, blocks, width, width]
     """
-    refined = config.weight_update.refine(module, keep, weight, config.dampening_frac)
-    slice_group(module.layer, module.group, keep, refined.consumer, refined.producers)
-    return refined.objective, solve_sliced(module, len(keep), config)
+    (group,), (kept_units,), (rotation,) = stack.groups, keep, basis
+    (name,) = group.producers
+    rotated = rotate_producer(stack.layer, group, rotation, stack.context.to_solver)
+    return {name: rotated[group.find_kept_rows(name, kept_units).to(rotated.device)]}
+
+
+def cut_group(stack: Stack, solution: Solution, config: PruningConfig, updates: bool = True) -> GroupRecord:
+    """Remove units of a single group from the layer, with the weight update's refinement if it has one; return its record.
+
+    A refined consumer is solved once more on its true inputs, so that p = phi(z) holds exactly in the saved model; so is one whose
+    inputs a norm over all units changes. Source: method.md sections 6 and 7.
+
+    :param updates: whether the layer changes at all
+    """
+    (group,), (keep,), (weight,), (record,) = stack.groups, solution.keep, solution.weight, solution.records
+    if not updates:
+        return describe_group(group, keep, record)
+    update, producers, objective = config.weight_update, solution.producers, None
+    closes = group.is_coupled and update.solves and len(keep) < group.num_units
+    if update.can_refine(group):
+        for basis in () if solution.basis is None else solution.basis:
+            rotate_group(stack.layer, group, basis)
+        refined = update.refine(stack, keep, weight, config.dampening_frac)
+        weight, producers, objective, closes = refined.consumer, refined.producers, refined.objective, True
+    slice_group(stack.layer, group, keep, weight, producers)
+    if closes:
+        last = solve_sliced(stack, len(keep), config)
+        record = replace(record, **{name: getattr(last, name) for name in _OF_LAST_SOLVE}, admm=objective)
+    return describe_group(group, keep, record)
 
 
 def solve_sliced(module: Stack, num_keep: int, config: PruningConfig) -> SolveRecord:

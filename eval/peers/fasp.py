@@ -27,7 +27,9 @@ _NOTE = "value channels ragged over heads, kept as zeros: a deployment needs a m
 
 
 @torch.no_grad()
-def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0.01, batch_size: int = 8) -> PeerResult:
+def prune_fasp(
+    folder: str, windows: Tensor, sparsity: float, dampening: float = 0.01, batch_size: int = 8
+) -> PeerResult:
     """Prune a model with FASP, layer after layer on the pruned path's inputs.
 
     Units are FFN channels (columns of ``fc2``, rows of ``fc1``; of ``down_proj``, rows of ``gate_proj`` and ``up_proj``) and
@@ -40,7 +42,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
     :param folder: model folder or hub name
     :param windows: calibration tokens, shape [windows, length], int64
     :param sparsity: of the parameters of all decoder linears, in [0, 1)
-    :param damping: ridge, relative to the mean diagonal of the Gram matrix
+    :param dampening: ridge, relative to the mean diagonal of the Gram matrix
     """
     model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
@@ -55,7 +57,7 @@ def prune_fasp(folder: str, windows: Tensor, sparsity: float, damping: float = 0
         for group in groups:
             if group.layer_name == name:
                 moments = _gather_moments(layer, group, calls, hidden)
-                _prune_group(layer, group, moments, kept[group.name], damping)
+                _prune_group(layer, group, moments, kept[group.name], dampening)
         hidden = [run_again(call, layer, states).cpu() for call, states in zip(calls, hidden, strict=True)]
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, _NOTE)
@@ -74,13 +76,13 @@ def _gather_moments(
     return assemble_moments(layer, [group], [sums], ROOM).select(0).all
 
 
-def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, damping: float) -> None:
+def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int, dampening: float) -> None:
     """Rank a module's units by ``sum_o |W_oj| * ||X_j||_2`` over their columns, drop the lowest, restore the rest."""
     dense = read_consumer(layer, group)
     scores = dense[:, :-1].abs().sum(0) * moments.gram.diagonal()[:-1].double().sqrt()
     scores = scores.view(-1, group.columns_per_unit).sum(1)
     keep = keep_last(scores.argsort(stable=True), group.num_units, num_keep)
-    damped = damp_moments(moments, dense, damping, find_linear(layer, group.consumer).bias is not None)
+    damped = damp_moments(moments, dense, dampening, find_linear(layer, group.consumer).bias is not None)
     weight = solve_kept_weights(damped, unit_columns(keep, group.columns_per_unit), group.name)[0]
     if group.kind == "ffn":
         slice_group(layer, group, keep, weight)

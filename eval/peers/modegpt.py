@@ -56,7 +56,7 @@ def prune_modegpt(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     :param sparsity: of the parameters of all decoder linears, in [0, 1)
     :raises ValueError: the contract of ``sparsity``, or another family
     """
-    return _prune(folder, windows, sparsity, query_key=True, follows=False, damping=0.0)
+    return _prune(folder, windows, sparsity, query_key=True, follows=False, dampening=0.0)
 
 
 def prune_without_query_key(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
@@ -65,11 +65,13 @@ def prune_without_query_key(folder: str, windows: Tensor, sparsity: float) -> Pe
     Two further changes that serve it: activations are those of the layers as pruned so far, and the FFN's solve is damped
     towards its dense weights, with 0.01 of the mean diagonal of C.
     """
-    return _prune(folder, windows, sparsity, query_key=False, follows=True, damping=0.01)
+    return _prune(folder, windows, sparsity, query_key=False, follows=True, dampening=0.01)
 
 
 @torch.no_grad()
-def _prune(folder: str, windows: Tensor, sparsity: float, query_key: bool, follows: bool, damping: float) -> PeerResult:
+def _prune(
+    folder: str, windows: Tensor, sparsity: float, query_key: bool, follows: bool, dampening: float
+) -> PeerResult:
     model, _ = load_checkpoint(folder, "auto")
     if model.config.model_type not in FAMILIES:
         raise ValueError(
@@ -95,7 +97,7 @@ def _prune(folder: str, windows: Tensor, sparsity: float, query_key: bool, follo
         if channels < shape.channels:
             if follows:
                 (inner,), _ = run_layer(layer, [ffn], calls, hidden)
-            keep, weight = decompose_ffn(inner, read_consumer(layer, ffn), channels, damping)
+            keep, weight = decompose_ffn(inner, read_consumer(layer, ffn), channels, dampening)
             slice_group(layer, ffn, keep, weight)
         hidden = run_layer(layer, [], calls, hidden)[1] if follows else dense
     return PeerResult(model, removed / total, time.perf_counter() - start, _NOTE)
@@ -217,23 +219,23 @@ def append_one(inputs: Tensor) -> Tensor:
 # -- decompositions --------------------------------------------------------------------------------------------------
 
 
-def decompose_ffn(gram: Tensor, weight: Tensor, num_keep: int, damping: float = 0.0) -> tuple[Tensor, Tensor]:
+def decompose_ffn(gram: Tensor, weight: Tensor, num_keep: int, dampening: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return (channels that stay, sorted; weights of the down projection on them, bias last, float64): type I.
 
     Channels are ranked by ``[C (C + r I)^-1]_ii``; with S those that stay, the new weights are ``W C_:S (C_SS)^-1``.
 
     :param gram: C, shape [n, n], float64
     :param weight: of the down projection, shape [d, n + 1], float64, bias last
-    :param damping: added to the diagonal of C first, relative to its mean: pulls the new weights towards the old ones
+    :param dampening: added to the diagonal of C first, relative to its mean: pulls the new weights towards the old ones
     """
     mean, eye = gram.diagonal().mean(), torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     leverage = torch.linalg.solve(gram + RIDGE * mean * eye, gram).diagonal()
     keep = leverage.topk(num_keep).indices.sort().values
-    damped = gram + damping * mean * eye
+    damped = gram + dampening * mean * eye
     inner, cross = damped[keep][:, keep], weight[:, :-1] @ damped[:, keep]
     new = (
         torch.linalg.lstsq(inner, cross.T, driver="gelsd").solution.T
-        if damping == 0
+        if dampening == 0
         else torch.linalg.solve(inner, cross.T).T
     )
     return keep, torch.cat([new, weight[:, -1:]], 1)

@@ -33,7 +33,7 @@ from struprune_plugin.model.layers import count_prunable_parameters, find_decode
 from struprune_plugin.model.surgery import read_weight, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup
 
-DAMPING = 0.01  # lambda_2 of the authors' program, relative to the mean diagonal of H
+DAMPENING = 0.01  # lambda_2 of the authors' program, relative to the mean diagonal of H
 TOLERANCE = 1e-9  # a swap must lower the error by more than this share of it: what is less may be rounding
 
 
@@ -94,7 +94,7 @@ def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num
     """Select, re-solve and slice one group; return the number of swaps."""
     consumer = find_linear(layer, group.consumer)
     dense = append_bias(*read_weight(consumer))
-    damped = damp_moments(subtract_bias(moments, dense[:, -1]), dense, DAMPING, has_bias=False)
+    damped = damp_moments(subtract_bias(moments, dense[:, -1]), dense, DAMPENING, has_bias=False)
     order = eliminate_units(damped, group.columns_per_unit, group.name, num_remove=group.num_units - num_keep).order
     greedy = keep_last(order, group.num_units, num_keep)
     keep, num_swaps = search_swaps(damped, greedy, group.columns_per_unit)

@@ -138,8 +138,8 @@ def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[
     def hold(tensor: Tensor) -> Tensor:
         other = next(others, tensor.new_empty(0))
         if id(tensor) not in seen:
-            alike = other.shape == tensor.shape and other.dtype == tensor.dtype
-            is_known = alike and torch.equal(context.to_device(other, tensor.device), tensor)
+            fits = other.shape == tensor.shape and other.dtype == tensor.dtype
+            is_known = fits and torch.equal(context.to_device(other, tensor.device), tensor)
             seen[id(tensor)] = tensor, other if is_known else context.park(tensor)
         return seen[id(tensor)][1]
 
@@ -152,17 +152,17 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         parts = [map_tensors(change, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, MutableMapping):
-        made: Any = copy.copy(value)
-        made.update({key: map_tensors(change, part) for key, part in value.items()})
-        return made
+        changed: Any = copy.copy(value)
+        changed.update({key: map_tensors(change, part) for key, part in value.items()})
+        return changed
     return change(value) if isinstance(value, Tensor) else value
 
 
 def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors that :func:`map_tensors` changes, in its order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, value)
+    return tensors
 
 
 def mark_tokens(batch: Mapping[str, Tensor]) -> Tensor:

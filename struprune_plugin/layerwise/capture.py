@@ -169,13 +169,12 @@ def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor
     """Run linears of a layer with other (weight, bias), by name; their parameters do not change."""
 
     def forward(linear: nn.Linear, weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
-        own = None if linear.bias is None else bias.to(inputs)
-        return nn.functional.linear(inputs, weight.to(inputs), own)
+        return nn.functional.linear(inputs, weight.to(inputs), None if linear.bias is None else bias.to(inputs))
 
     with ExitStack() as stack:
-        for name, own in weights.items():
+        for name, (weight, bias) in weights.items():
             linear = find_linear(layer, name)
-            stack.enter_context(patch_attr(linear, "forward", partial(forward, linear, *own)))
+            stack.enter_context(patch_attr(linear, "forward", partial(forward, linear, weight, bias)))
         yield
 
 

@@ -63,12 +63,13 @@ def _run_layer(layer: nn.Module, forward: Callable[..., Any], dtypes: Dtypes, /,
     narrow = partial(map_tensors, lambda part: part.to(dtype) if part.dtype is torch.float32 else part)
     places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     wide = {place: widen(value) for place, value in places.items()}
-    filled = [(own, wide[place], dict(wide[place])) for place, own in places.items() if isinstance(own, MutableMapping)]
+    mappings = {place: value for place, value in places.items() if isinstance(value, MutableMapping)}
+    filled = [(mapping, wide[place], dict(wide[place])) for place, mapping in mappings.items()]
     positional = [wide.pop(place) for place in range(len(args))]
     with widen_weights(layer, dtypes):
         output = forward(*positional, **wide)
-    for own, copy, before in filled:
-        own.update({key: narrow(value) for key, value in copy.items() if before.get(key) is not value})
+    for mapping, copy, before in filled:
+        mapping.update({key: narrow(value) for key, value in copy.items() if before.get(key) is not value})
     return narrow(output)
 
 
@@ -92,5 +93,5 @@ class _PartedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        found = multiply_in_parts(gradient.flatten(0, -2), weight)
-        return found.view(*gradient.shape[:-1], weight.shape[1]), None
+        product = multiply_in_parts(gradient.flatten(0, -2), weight)
+        return product.view(*gradient.shape[:-1], weight.shape[1]), None

@@ -34,8 +34,8 @@ def find_directions(damped: SecondMoments, num_blocks: int, copies: int, where: 
     """
     if damped.gram.dim() > 2:
         linears = zip(*vars(damped).values(), where, strict=True)
-        found = [find_directions(SecondMoments(*own), num_blocks, copies, name) for *own, name in linears]
-        return RankedUnits(*(stack([getattr(own, name) for own in found]) for name in ("order", "scores", "basis")))
+        ranked = [find_directions(SecondMoments(*sums), num_blocks, copies, name) for *sums, name in linears]
+        return RankedUnits(*(stack([getattr(each, name) for each in ranked]) for name in ("order", "scores", "basis")))
     width = (len(damped.gram) - 1) // (num_blocks * copies)
     inverse = factorize_in_place(damped.gram.clone(), where)
     torch.cholesky_inverse(inverse, out=inverse)
@@ -73,7 +73,7 @@ def _order_span(energy: Tensor, spread: Tensor) -> Tensor:
 def rotate_columns(matrix: Tensor, basis: Tensor, copies: int) -> Tensor:
     """Return ``A R^T`` for a matrix over the consumer's inputs and the bias, shape [..., rows, n + 1], float64."""
     if matrix.dim() > 2:
-        return stack([rotate_columns(*own, copies) for own in zip(matrix, basis, strict=True)])
+        return stack([rotate_columns(*pair, copies) for pair in zip(matrix, basis, strict=True)])
     num_blocks, width = basis.shape[:2]
     parts = matrix[:, :-1].reshape(-1, num_blocks, width, copies).permute(1, 0, 3, 2)
     inner = parts.reshape(num_blocks, -1, width) @ basis.mT  # one product per block: thirty times faster than per row

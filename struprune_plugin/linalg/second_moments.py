@@ -152,13 +152,13 @@ class MomentSums:
         """Return the moments of linears of one shape, with a first dimension more, and release the sums block by block."""
         fetch, (size, *_) = fetch or (lambda tensor: tensor), together[0]._sizes
         cross, sums, energy = (
-            fetch(stack([getattr(own, name) for own in together])) for name in ("_cross", "_sums", "_target_energy")
+            fetch(stack([getattr(each, name) for each in together])) for name in ("_cross", "_sums", "_target_energy")
         )
         bias, absolute, target_sum, count = sums.split(together[0]._sizes, 1)
         gram = cross.new_empty(len(together), size + 1, size + 1)
         gram[:, -1, :-1], gram[:, :-1, -1], gram[:, -1, -1] = bias, bias, count[:, 0]
         while together[0]._upper:
-            block = fetch(stack([own._upper.pop() for own in together]))
+            block = fetch(stack([each._upper.pop() for each in together]))
             start = cross.shape[2] - block.shape[2]
             block = block[:, : size - start, : size - start]  # without the padding
             height = block.shape[1]

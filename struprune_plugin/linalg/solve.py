@@ -1,7 +1,7 @@
 """Least-squares solves of the remaining weights, from second moments alone; legend as in ``second_moments.py``.
 
 Moments of several linears of one shape, as of a mixture's experts, have a first dimension more, and are solved together.
-Every solve works on ``damped`` moments (:func:`damp_moments`): final weights in float64, choices of units and dampings may use
+Every solve works on ``damped`` moments (:func:`damp_moments`): final weights in float64, choices of units and dampenings may use
 float32. ``where`` names the linear, or every one, in errors.
 """
 
@@ -21,29 +21,29 @@ from struprune_plugin.linalg.second_moments import SecondMoments, move_moments, 
 from struprune_plugin.linalg.ties import argmin_with_ties
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
-DAMPING = 0.01  # where none is chosen
+DAMPENING = 0.01  # where none is chosen
 _EVEN = 1e-6  # share of the target's energy: smaller differences are rounding of float32 sums, or irrelevant
 _SMALL = 1024  # inputs up to which a system counts as small
 _INEXACT = 0.01  # relative residual of a probe that a float32 factor may leave
 _DIRECTIONS = 64  # random directions of the outputs for held-out errors, where there are many more outputs
-_DAMPINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # candidates
+_DAMPENINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # candidates
 Where = str | Sequence[str]
 
 
 def damp_moments(
-    moments: SecondMoments, weight: Tensor, damping: float | Tensor, has_bias: bool = True
+    moments: SecondMoments, weight: Tensor, dampening: float | Tensor, has_bias: bool = True
 ) -> SecondMoments:
-    """Return moments damped towards the given weights, with strength ``lambda = damping * mean(diag H)``.
+    """Return moments damped towards the given weights, with strength ``lambda = dampening * mean(diag H)``.
 
     They are ``H + lambda I``, ``C + lambda W`` and ``tr(Y Y^T) + lambda ||W||^2``, the bias undamped, in float64. The minimiser
     of the damped error is that of ``||Y - W' P||^2 + lambda ||W' - W||^2`` (method.md section 6).
 
     :param weight: present weights, shape [..., d, n + 1], float64, bias last
-    :param damping: at least 0, of all linears, or of each, shape [...]
+    :param dampening: at least 0, of all linears, or of each, shape [...]
     :param has_bias: False for a linear without bias: every solve then gives a bias of 0
     """
     gram, cross = (part.to(torch.float64, copy=True) for part in (moments.gram, moments.cross))
-    strength = damping * _view_diagonal(gram).mean(-1)
+    strength = dampening * _view_diagonal(gram).mean(-1)
     _view_diagonal(gram).add_(strength[..., None])
     cross[..., :-1].add_(strength[..., None, None] * weight[..., :-1])
     if not has_bias:
@@ -101,16 +101,16 @@ def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tu
     :param columns: kept input columns, sorted, shape [..., k], int64
     """
     kept = select_inputs(moments, columns)
-    given = (weight * (weight @ kept.gram.double())).sum((-2, -1))
-    factor = (weight * kept.cross.double()).sum((-2, -1)) / given
-    factor = torch.where(given > 0, factor, 1.0).clamp(0.5, 2.0)
+    energy = (weight * (weight @ kept.gram.double())).sum((-2, -1))
+    factor = (weight * kept.cross.double()).sum((-2, -1)) / energy
+    factor = torch.where(energy > 0, factor, 1.0).clamp(0.5, 2.0)
     return weight * factor[..., None, None], factor
 
 
-def choose_damping(
+def choose_dampening(
     moments: SecondMoments, held: SecondMoments, weight: Tensor, columns: Tensor, has_bias: bool
 ) -> list[float]:
-    """Return the dampings of least error on the held-out tokens, solved on the other ones; on a tie, the lowest.
+    """Return the dampenings of least error on the held-out tokens, solved on the other ones; on a tie, the lowest.
 
     :param moments: of all tokens, of several linears
     :param held: of the held-out ones among them
@@ -131,9 +131,9 @@ def choose_damping(
         dense = some @ dense
     if rest.gram.shape[-1] > _SMALL:
         single = [replace(part, gram=part.gram.float(), cross=part.cross.float()) for part in (rest, held)]
-        with suppress(ValueError):  # float32 cannot resolve a small damping
-            return _search_damping(single[0], single[1], dense.float(), scale)
-    return _search_damping(rest, held, dense, scale)
+        with suppress(ValueError):  # float32 cannot resolve a small dampening
+            return _search_dampening(single[0], single[1], dense.float(), scale)
+    return _search_dampening(rest, held, dense, scale)
 
 
 @lru_cache(4)
@@ -143,36 +143,36 @@ def _draw(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
     return torch.randn(num_rows, num_columns, generator=seeded, dtype=torch.float64).to(device)
 
 
-def _search_damping(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: Tensor) -> list[float]:
-    """Return the damping of least held-out error of every linear: the best of a coarse grid, then of its neighbours.
+def _search_dampening(rest: SecondMoments, held: SecondMoments, dense: Tensor, scale: Tensor) -> list[float]:
+    """Return the dampening of least held-out error of every linear: the best of a coarse grid, then of its neighbours.
 
-    The error falls and rises once along the dampings, so that not all are measured: first two strong ones; if the weaker of
+    The error falls and rises once along the dampenings, so that not all are measured: first two strong ones; if the weaker of
     them is better, every second weaker one.
 
-    :param scale: strength of a damping of 1, shape [linears]
+    :param scale: strength of a dampening of 1, shape [linears]
     """
     scales, energies = torch.stack([scale, held.target_energy]).tolist()
-    errors = [[math.inf] * len(_DAMPINGS) for _ in scales]
+    errors = [[math.inf] * len(_DAMPENINGS) for _ in scales]
 
     def add(wanted: Sequence[Sequence[int]]) -> list[int]:
-        """Measure the dampings of these indices, by linear; return the index of the best so far of each, the lowest on a tie."""
+        """Measure the dampenings of these indices, by linear; return the index of the best so far of each, the lowest on a tie."""
         pairs = [(linear, index) for linear, indices in enumerate(wanted) for index in indices]
         together = max(len(pairs), 1) if _solves_together(rest.gram) else 1
         for start in range(0, len(pairs), together):
             part = pairs[start : start + together]
-            first, strengths = part[0][0], [_DAMPINGS[index] * scales[linear] for linear, index in part]
+            first, strengths = part[0][0], [_DAMPENINGS[index] * scales[linear] for linear, index in part]
             linears = torch.tensor([linear for linear, _ in part], device=dense.device)
             pick = itemgetter(slice(first, first + 1) if len(part) == 1 else linears)  # of one alone, a view
-            found = _measure_damped(move_moments(rest, pick), move_moments(held, pick), pick(dense), strengths)
-            for (linear, index), error in zip(part, found, strict=True):
+            measured = _measure_damped(move_moments(rest, pick), move_moments(held, pick), pick(dense), strengths)
+            for (linear, index), error in zip(part, measured, strict=True):
                 errors[linear][index] = error
-        return [argmin_with_ties(own, _EVEN * energy) for own, energy in zip(errors, energies, strict=True)]
+        return [argmin_with_ties(values, _EVEN * energy) for values, energy in zip(errors, energies, strict=True)]
 
-    last = len(_DAMPINGS) - 1
+    last = len(_DAMPENINGS) - 1
     best = add([(last, last - 2)] * len(scales))
     best = add([range(last - 4, -1, -2) if index < last else () for index in best])
     best = add([[near for near in (index - 1, index + 1) if 0 <= near <= last] for index in best])
-    return [_DAMPINGS[index] for index in best]
+    return [_DAMPENINGS[index] for index in best]
 
 
 def _solves_together(systems: Tensor) -> bool:
@@ -181,19 +181,19 @@ def _solves_together(systems: Tensor) -> bool:
 
 
 def _measure_damped(rest: SecondMoments, held: SecondMoments, dense: Tensor, strengths: Sequence[float]) -> list[float]:
-    """Return the held-out error of every linear at its damping strength, minus the target's energy, solved in one batch.
+    """Return the held-out error of every linear at its dampening strength, minus the target's energy, solved in one batch.
 
-    It is infinite where float64 does not resolve the damping: float32 sums of strongly correlated inputs are not quite definite.
+    It is infinite where float64 does not resolve the dampening: float32 sums of strongly correlated inputs are not quite definite.
 
     :raises ValueError: float32 does not resolve one
     """
-    damping = dense.new_tensor(strengths)[:, None, None]
+    dampening = dense.new_tensor(strengths)[:, None, None]
     systems = rest.gram.clone()
-    _view_diagonal(systems).add_(damping[:, 0])
-    cross = rest.cross + damping * dense
+    _view_diagonal(systems).add_(dampening[:, 0])
+    cross = rest.cross + dampening * dense
     factor, resolved = _factorize(systems)
     if dense.dtype is torch.float32 and not resolved.all():
-        raise ValueError("a damping must be resolved in float32")
+        raise ValueError("a dampening must be resolved in float32")
     weight = _solve_factorized(factor, cross.mT).mT
     errors = (weight * (weight @ held.gram - 2 * held.cross)).sum((1, 2), dtype=torch.float64)
     return errors.masked_fill(~resolved, torch.inf).tolist()

@@ -12,7 +12,7 @@ from struprune_plugin.allocation.rules import RULES, AllocationRule
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
-from struprune_plugin.linalg.solve import DAMPING
+from struprune_plugin.linalg.solve import DAMPENING
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import AttentionUnit, list_groups
 from struprune_plugin.model.layers import find_layouts
@@ -232,7 +232,7 @@ class StructuredModifier(StageModifier):
             importance=self.importance,
             weight_update=self.weight_update,
             reconstruct=TARGETS[reconstruct],
-            dampening_frac=DAMPING if isinstance(self.dampening_frac, str) else self.dampening_frac,
+            dampening_frac=DAMPENING if isinstance(self.dampening_frac, str) else self.dampening_frac,
             chooses_dampening=self.dampening_frac == "auto",
             rotate_values=self.rotate_values,
             sparsity=self.sparsity or 0.0,

@@ -10,7 +10,7 @@ from torch import Tensor
 from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error, take_columns, with_bias_index
-from struprune_plugin.linalg.solve import choose_damping, damp_moments, scale_weights, solve_kept_weights
+from struprune_plugin.linalg.solve import choose_dampening, damp_moments, scale_weights, solve_kept_weights
 from struprune_plugin.model.surgery import LayerCopy, rotate_group, rotate_producer, set_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
@@ -65,7 +65,7 @@ def solve_weights(
     group, gathered, module = problem.group, problem.gathered, problem.module
     columns = unit_columns(keep, group.columns_per_unit)
     deleted = take_columns(problem.weight, with_bias_index(columns, group.num_columns))
-    weight, dampings = deleted, [config.dampening_frac] * len(keep)
+    weight, dampenings = deleted, [config.dampening_frac] * len(keep)
     condition = scale = [None] * len(keep)
     if config.weight_update.solves and updates and not gathered.determines:
         weight, factors = scale_weights(gathered.all, deleted, columns)
@@ -73,15 +73,15 @@ def solve_weights(
     elif config.weight_update.solves and updates:
         damped = problem.damped
         if gathered.held is not None:
-            dampings = choose_damping(gathered.all, gathered.held, problem.weight, columns, module.has_bias)
-            chosen = problem.weight.new_tensor(dampings)
+            dampenings = choose_dampening(gathered.all, gathered.held, problem.weight, columns, module.has_bias)
+            chosen = problem.weight.new_tensor(dampenings)
             damped = damp_moments(gathered.all, problem.weight, chosen, module.has_bias)
         weight, high = solve_kept_weights(damped, columns, module.names)
         condition = high.tolist()
     energy = gathered.all.target_energy.clamp(min=1e-300)
     before, after = (measure_error(gathered.all, some, columns) / energy for some in (deleted, weight))
     errors = torch.stack([energy, before, after]).tolist()
-    return weight, list(map(SolveRecord, *errors, dampings, [None] * len(keep), condition, scale))
+    return weight, list(map(SolveRecord, *errors, dampenings, [None] * len(keep), condition, scale))
 
 
 def rotate_producers(stack: Stack, keep: Tensor, basis: Tensor) -> dict[str, Tensor]:

@@ -29,9 +29,9 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, object] | None
 
     runs = []
     for _, run in itertools.groupby(groups, describe):
-        alike = list(run)
-        step = max(_TOGETHER // (alike[0].num_columns + 1) ** 2, 1)
-        runs += [alike[start : start + step] for start in range(0, len(alike), step)]
+        members = list(run)
+        step = max(_TOGETHER // (members[0].num_columns + 1) ** 2, 1)
+        runs += [members[start : start + step] for start in range(0, len(members), step)]
     return runs
 
 

@@ -89,8 +89,8 @@ def _is_own(hook: Any, code: set[str]) -> bool:
 def _lift_forwards(modules: dict[str, nn.Module], stack: ExitStack) -> None:
     """Let modules run by their classes' code."""
 
-    def put_back(module: Any, own: Callable[..., Any], forward: Any) -> None:
-        if type(module).forward is not own:
+    def put_back(module: Any, of_class: Callable[..., Any], forward: Any) -> None:
+        if type(module).forward is not of_class:
             return  # the module pads what is narrow now, which another function does not
         if hasattr(module, "_original_forward_func"):  # llm-compressor has offloaded it, and wraps methods alone
             bound = wraps(forward)(lambda _module, *args, **kwargs: forward(*args, **kwargs))
@@ -120,8 +120,8 @@ def find_forward(module: nn.Module) -> Any:
 
 def wraps_own(module: nn.Module, forward: Any) -> bool:
     """Return whether a function that has replaced a module's ``forward`` is a decorated form of its class' (autocast, compile)."""
-    own = [_unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind)]
-    return _unwrap(forward) in own
+    of_class = [_unwrap(vars(base)["forward"]) for base in type(module).__mro__ if "forward" in vars(base)]
+    return _unwrap(forward) in of_class
 
 
 def _unwrap(function: Any) -> Any:

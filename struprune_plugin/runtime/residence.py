@@ -55,10 +55,10 @@ class HostBuffers:
         if len(self._read) > 2:
             self._read.pop(0).synchronize()
         with torch.cuda.stream(stream):
-            found = held.to(device, non_blocking=True)
+            copy = held.to(device, non_blocking=True)
         computing.wait_stream(stream)
-        found.record_stream(computing)
-        return found
+        copy.record_stream(computing)
+        return copy
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
@@ -93,7 +93,9 @@ def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
     with ExitStack() as stack:
         for layer in layers:
-            handle = layer.register_forward_pre_hook(lambda own, _: release_weights(own, others=True), prepend=True)
+            handle = layer.register_forward_pre_hook(
+                lambda running, _: release_weights(running, others=True), prepend=True
+            )
             stack.callback(handle.remove)
         yield
 
@@ -128,8 +130,8 @@ def release_weights(module: nn.Module, others: bool = False) -> None:
     if not kept:
         return
     with disable_onloading():
-        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for tensor in [tensor for tensor in kept if (id(tensor) in own) != others]:
+        of_module = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for tensor in [tensor for tensor in kept if (id(tensor) in of_module) != others]:
         del kept[tensor]
 
 

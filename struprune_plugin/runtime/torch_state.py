@@ -35,14 +35,16 @@ def reset_torch() -> Iterator[None]:
 
 def copy_inference_tensors(model: nn.Module) -> None:
     """Replace parameters and buffers that were made in ``torch.inference_mode``, through which no gradient flows, by copies."""
-    made: dict[int, Any] = {}  # tied ones stay tied
+    copies: dict[int, Any] = {}  # tied ones stay tied
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and tensor.is_inference():
                     copy = tensor.detach().clone()
                     copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-                    held[name] = made.setdefault(id(tensor), (copy, tensor))[0]  # the old one lives, and its id with it
+                    held[name] = copies.setdefault(id(tensor), (copy, tensor))[
+                        0
+                    ]  # the old one lives, and its id with it
 
 
 def renew_buffers(model: PreTrainedModel) -> None:
@@ -51,16 +53,18 @@ def renew_buffers(model: PreTrainedModel) -> None:
     if hasattr(model.config, "quantization_config"):
         return
     with torch.device("meta"):
-        made: Any = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+        fresh: Any = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     modules = dict(model.named_modules())
-    for name, module in made.named_modules():
-        own = {each: module._buffers[each] for each in module._non_persistent_buffers_set}
-        own = {each: buffer for each, buffer in own.items() if buffer is not None and buffer.is_floating_point()}
-        if not own or name not in modules or isinstance(modules[name]._buffers, OffloadCache):
+    for name, module in fresh.named_modules():
+        buffers = {each: module._buffers[each] for each in module._non_persistent_buffers_set}
+        buffers = {
+            each: buffer for each, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()
+        }
+        if not buffers or name not in modules or isinstance(modules[name]._buffers, OffloadCache):
             continue
-        module._buffers |= {each: torch.full_like(buffer, torch.nan, device="cpu") for each, buffer in own.items()}
-        made._init_weights(module)
-        for each in own:
-            found, wanted = modules[name]._buffers.get(each), module._buffers[each]
-            if found is not None and not wanted.isnan().any() and found.shape == wanted.shape:
-                modules[name]._buffers[each] = wanted.to(found.device)
+        module._buffers |= {each: torch.full_like(buffer, torch.nan, device="cpu") for each, buffer in buffers.items()}
+        fresh._init_weights(module)
+        for each in buffers:
+            present, wanted = modules[name]._buffers.get(each), module._buffers[each]
+            if present is not None and not wanted.isnan().any() and present.shape == wanted.shape:
+                modules[name]._buffers[each] = wanted.to(present.device)

@@ -20,12 +20,12 @@ def gather(inputs, targets, splits):
     return moments
 
 
-def make_problem(n=6, d=3, seed=0, damping=0.01, tokens=50):
+def make_problem(n=6, d=3, seed=0, dampening=0.01, tokens=50):
     inputs, targets, weight, bias = make_case(tokens=tokens, n=n, d=d, seed=seed)
     inputs = inputs @ torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)  # correlate
     dense = append_bias(weight, bias)
     moments = gather(inputs, targets, tokens)
-    return moments, dense, damp_moments(moments, dense, damping)
+    return moments, dense, damp_moments(moments, dense, dampening)
 
 
 def naive_restored_error(damped, columns):

@@ -40,7 +40,7 @@ REFUSED = {  # fields -> what both processes say
 
 
 def make_dead():
-    """A model with a dead channel, which no solve without damping can bear."""
+    """A model with a dead channel, which no solve without dampening can bear."""
     model = make_opt()
     with torch.no_grad():
         model.model.decoder.layers[1].fc1.bias[3] = -1e3

@@ -150,7 +150,7 @@ def test_fasp_scores_a_value_channel_by_all_its_columns_and_restores_by_ridge(ll
     weight = module.weight.detach().double()
     columns = (weight.abs().sum(0) * x.norm(dim=0)).view(4, 2, 4)  # KV head, query head on it, channel
     scores = columns.sum(1).flatten()
-    found = prune_fasp(llama, make_windows(), 0.3, damping=0.05).model.model.layers[0].self_attn.o_proj
+    found = prune_fasp(llama, make_windows(), 0.3, dampening=0.05).model.model.layers[0].self_attn.o_proj
     left = (found.weight != 0).any(0)
     units = left.view(4, 2, 4).any(1).flatten().nonzero().flatten()
     assert 0 < len(units) < 16
@@ -377,17 +377,17 @@ def test_modegpt_spreads_sparsity_by_block_influence_and_entropy(llama):
     assert most[3] < most[1] <= most[0]
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.1])
-def test_modegpt_keeps_ffn_channels_of_highest_leverage_and_solves_by_nystrom(llama, damping):
+@pytest.mark.parametrize("dampening", [0.0, 0.1])
+def test_modegpt_keeps_ffn_channels_of_highest_leverage_and_solves_by_nystrom(llama, dampening):
     dense, _ = load_checkpoint(llama)
     x = record_inputs(dense, "model.layers.0.mlp.down_proj")["model.layers.0.mlp.down_proj"]
     weight = dense.model.layers[0].mlp.down_proj.weight.detach().double()
     gram, n = x.T @ x, x.shape[1]
     ridge = modegpt.RIDGE * gram.diagonal().mean()
     leverage = (gram @ torch.linalg.inv(gram + ridge * torch.eye(n))).diagonal()
-    keep, new = modegpt.decompose_ffn(gram, torch.cat([weight, torch.zeros(len(weight), 1)], 1), n // 2, damping)
+    keep, new = modegpt.decompose_ffn(gram, torch.cat([weight, torch.zeros(len(weight), 1)], 1), n // 2, dampening)
     assert keep.tolist() == sorted(leverage.topk(n // 2).indices.tolist())
-    strength = damping * gram.diagonal().mean()
+    strength = dampening * gram.diagonal().mean()
     naive = (weight @ gram[:, keep] + strength * weight[:, keep]) @ torch.linalg.inv(
         gram[keep][:, keep] + strength * torch.eye(n // 2)
     )

@@ -38,7 +38,7 @@ class Importance(Config):
     def rank(self, problem: GroupProblem, num_remove: int) -> RankedUnits:
         """Return at least ``num_remove`` units of every group of a stack, lowest score first, and every unit's score."""
         scores = [self._score_checked(problem.select(linear)) for linear in range(len(problem.weight))]
-        orders = [order_units(own, problem.group.num_blocks) for own in scores]
+        orders = [order_units(of_linear, problem.group.num_blocks) for of_linear in scores]
         return RankedUnits(torch.stack(orders), torch.stack(scores))
 
     def _score_checked(self, problem: GroupProblem) -> Tensor:
@@ -82,5 +82,5 @@ def sum_columns(per_column: Tensor, columns: Tensor, producer_rows: Iterable[Ten
     :param columns: shape [units, columns_per_unit], int64
     :param producer_rows: sum over every unit's rows, one tensor of shape [units] per producing linear
     """
-    found = per_column[columns].sum(1)
-    return found + sum((rows.to(found.dtype) for rows in producer_rows), torch.zeros_like(found))
+    total = per_column[columns].sum(1)
+    return total + sum((rows.to(total.dtype) for rows in producer_rows), torch.zeros_like(total))

@@ -19,7 +19,7 @@ from struprune_plugin.linalg.second_moments import (
     with_bias_index,
 )
 from struprune_plugin.linalg.solve import (
-    choose_damping,
+    choose_dampening,
     damp_moments,
     scale_weights,
     solve_kept_weights,
@@ -37,9 +37,9 @@ def stack_moments(parts):
 
 
 @examples(25)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 6), damping=st.sampled_from([1e-4, 0.01, 0.3]))
-def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, size, damping):
-    moments, dense, damped = make_problem(seed=seed, damping=damping)
+@given(seed=st.integers(0, 1000), size=st.integers(1, 6), dampening=st.sampled_from([1e-4, 0.01, 0.3]))
+def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, size, dampening):
+    moments, dense, damped = make_problem(seed=seed, dampening=dampening)
     columns = torch.randperm(6, generator=torch.Generator().manual_seed(seed))[:size].sort().values
     rows = torch.cat([columns, torch.tensor([6])])
     solved = solve_kept_weights(damped, columns, "fc2")[0]
@@ -48,7 +48,7 @@ def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, 
 
 
 def test_solve_kept_weights_all_kept_local_target_is_identity():
-    """Damping towards the dense weights leaves an unpruned layer as it is, whatever the damping."""
+    """Dampening towards the dense weights leaves an unpruned layer as it is, whatever the dampening."""
     inputs, _, weight, bias = make_case()
     dense = append_bias(weight, bias)
     moments = gather(inputs, inputs @ weight.T + bias, 50)
@@ -77,7 +77,7 @@ def test_solve_kept_weights_singular_names_layer_condition_and_remedy():
 
 
 def test_solve_kept_weights_condition_number_is_near_the_true_one():
-    _, _, damped = make_problem(damping=0.001)
+    _, _, damped = make_problem(dampening=0.001)
     columns = torch.arange(6)
     true = torch.linalg.cond(damped.gram).item()
     assert solve_kept_weights(damped, columns, "fc2")[1].item() == pytest.approx(true, rel=0.2)
@@ -143,7 +143,7 @@ def test_linears_of_one_shape_are_worked_on_together(width, num_blocks, num_remo
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_curves_equal_one_solve_per_count(width):
-    _, dense, damped = make_problem(n=8, damping=0.02)
+    _, dense, damped = make_problem(n=8, dampening=0.02)
     order = eliminate_units(damped, width, "fc2").order
     restored = measure_restored_curve(damped, order, width, "fc2")
     deleted = measure_deletion_curve(damped, dense, order, width)
@@ -173,7 +173,7 @@ def test_eliminate_units_stops_where_asked_and_keeps_the_same_prefix():
     assert eliminate_units(damped, 1, "fc2", num_remove=0).order.numel() == 0
 
 
-def test_a_dead_input_without_damping_is_refused_by_name_everywhere():
+def test_a_dead_input_without_dampening_is_refused_by_name_everywhere():
     inputs, targets, weight, bias = make_case()
     inputs[:, 3] = 0
     damped = damp_moments(gather(inputs, targets, 50), append_bias(weight, bias), 0.0)
@@ -204,10 +204,10 @@ def test_weigh_outputs_counts_errors_by_the_root():
 
 
 def choose_one(moments, held, dense, columns):
-    return choose_damping(stack_moments([moments]), stack_moments([held]), dense[None], columns[None], True)[0]
+    return choose_dampening(stack_moments([moments]), stack_moments([held]), dense[None], columns[None], True)[0]
 
 
-def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
+def test_choose_dampening_is_that_of_least_error_on_tokens_held_out():
     """Few noisy tokens: the choice, read off moments, is that of naive solves scored on the held-out tokens themselves."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(24, 6, generator=generator, dtype=torch.float64)
@@ -215,17 +215,19 @@ def test_choose_damping_is_that_of_least_error_on_tokens_held_out():
     targets = inputs @ dense[:, :-1].T + dense[:, -1] + 2 * torch.randn(24, 2, generator=generator, dtype=torch.float64)
     columns = torch.tensor([0, 2, 3, 5])
     errors = {}
-    for damping in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0):
-        damped = damp_moments(gather(inputs[:16], targets[:16], 16), dense, damping)
+    for dampening in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0):
+        damped = damp_moments(gather(inputs[:16], targets[:16], 16), dense, dampening)
         weight = solve_kept_weights(damped, columns, "x")[0]
-        errors[damping] = (inputs[16:, columns] @ weight[:, :-1].T + weight[:, -1] - targets[16:]).square().sum().item()
+        errors[dampening] = (
+            (inputs[16:, columns] @ weight[:, :-1].T + weight[:, -1] - targets[16:]).square().sum().item()
+        )
     moments, held = gather(inputs, targets, 24), gather(inputs[16:], targets[16:], 8)
     assert choose_one(moments, held, dense, columns) == min(errors, key=errors.get)
     assert len(set(errors.values())) == 7
 
 
-def test_choose_damping_leaves_out_those_that_float32_sums_do_not_resolve():
-    """Inputs with one strong mean: float32 sums leave H with negative eigenvalues beyond the weakest dampings."""
+def test_choose_dampening_leaves_out_those_that_float32_sums_do_not_resolve():
+    """Inputs with one strong mean: float32 sums leave H with negative eigenvalues beyond the weakest dampenings."""
     torch.manual_seed(0)
     inputs = 1 + 1e-4 * torch.randn(200, 64, dtype=torch.float64)
     moments, held = (gather(rows, rows[:, :3], len(rows)) for rows in (inputs, inputs[:50]))
@@ -239,7 +241,7 @@ def test_choose_damping_leaves_out_those_that_float32_sums_do_not_resolve():
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_linears_solved_together_get_what_each_gets_alone(has_bias, together, monkeypatch):
-    """Dampings in one batch as on a card, here on a CPU; noise makes them differ from linear to linear."""
+    """Dampenings in one batch as on a card, here on a CPU; noise makes them differ from linear to linear."""
     measure, sizes = solve._measure_damped, []
 
     def see(rest, *args):
@@ -259,21 +261,21 @@ def test_linears_solved_together_get_what_each_gets_alone(has_bias, together, mo
     def run(alike):
         moments, held = (stack_moments([part[place] for part in alike]) for place in (0, 1))
         dense, columns = (torch.stack([part[place] for part in alike]) for place in (2, 3))
-        dampings = choose_damping(moments, held, dense, columns, has_bias)
-        damped = damp_moments(moments, dense, torch.tensor(dampings, dtype=torch.float64), has_bias)
+        dampenings = choose_dampening(moments, held, dense, columns, has_bias)
+        damped = damp_moments(moments, dense, torch.tensor(dampenings, dtype=torch.float64), has_bias)
         solved, condition = solve_kept_weights(damped, columns, ["x"] * len(alike))
         rows = with_bias_index(columns, 24)
         scaled = scale_weights(moments, take_columns(dense, rows), columns)
-        return dampings, solved, condition, measure_error(moments, solved, columns), *scaled
+        return dampenings, solved, condition, measure_error(moments, solved, columns), *scaled
 
-    dampings, *found = run(parts)
+    dampenings, *found = run(parts)
     assert max(sizes) == (2 * len(parts) if together else 1)
     for index, part in enumerate(parts):
-        damping, *alone = run([part])
-        assert damping == [dampings[index]]
+        dampening, *alone = run([part])
+        assert dampening == [dampenings[index]]
         for values, own in zip(found, alone, strict=True):
             torch.testing.assert_close(values[index], own[0])
-    assert len(set(dampings)) > 2
+    assert len(set(dampenings)) > 2
 
 
 def test_a_singular_system_among_several_is_told():
@@ -283,7 +285,7 @@ def test_a_singular_system_among_several_is_told():
         solve.factorize_in_place(systems, ["here", "there"])
 
 
-def make_large_problem(damping):
+def make_large_problem(dampening):
     """More inputs than float64 is taken for, some of them large and many of them alike, as in a real FFN."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.logspace(0, 2, 1100, dtype=torch.float64).flip(0)
@@ -292,11 +294,11 @@ def make_large_problem(damping):
     inputs = (inputs + torch.randn(inputs.shape, generator=generator, dtype=torch.float64)) * scales
     weight = torch.randn(8, 1100, generator=generator, dtype=torch.float64) / scales
     moments = gather(inputs, inputs @ weight.T, 600)
-    return damp_moments(moments, append_bias(weight, torch.zeros(8, dtype=torch.float64)), damping)
+    return damp_moments(moments, append_bias(weight, torch.zeros(8, dtype=torch.float64)), dampening)
 
 
 def test_many_units_are_eliminated_in_float32_as_well_as_in_float64(monkeypatch):
-    damped = make_large_problem(damping=0.01)
+    damped = make_large_problem(dampening=0.01)
     fast = eliminate_units(damped, 1, "fc2", num_remove=700)
     solved = dict(solve_nested_weights(damped, fast.order, 1, [400], "fc2"))[400]
     assert solve.factorize_fast(damped.gram, "fc2").dtype == torch.float32
@@ -312,7 +314,7 @@ def test_many_units_are_eliminated_in_float32_as_well_as_in_float64(monkeypatch)
 
 
 def test_a_system_that_float32_cannot_factorise_is_left_to_float64():
-    damped = make_large_problem(damping=1e-9)
+    damped = make_large_problem(dampening=1e-9)
     before = damped.gram.clone()
     factor = solve.factorize_fast(damped.gram, "fc2")
     assert factor.dtype == torch.float64

@@ -94,7 +94,7 @@ def prune_for(save_shape, tmp_path_factory):
     ],
 )
 def test_last_layer_is_the_ridge_solution_for_its_target(prune_for, shape, target, consumer, unit):
-    """The whole chain (dense path, streams, damping, solve) against one naive solve on whole-model activations."""
+    """The whole chain (dense path, streams, dampening, solve) against one naive solve on whole-model activations."""
     folder, pruned, out = prune_for(shape, target, unit)
     dense = OPTForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor(make_dataset()["input_ids"])
@@ -408,7 +408,7 @@ def test_a_model_of_one_layer_with_one_head_is_pruned(unit, tmp_path):
     assert pruned.num_parameters() < make_opt(**shape).num_parameters()
 
 
-def test_automatic_damping_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_path):
+def test_automatic_dampening_needs_sequences_to_hold_out_and_is_recorded(opt, tmp_path):
     data = {"dataset": make_dataset(16), "num_calibration_samples": 16, "sparsity": 0.3}
     chosen = {}
     for name, fields in {"many": {}, "few": {"num_calibration_samples": 3}, "fixed": {"dampening_frac": 0.02}}.items():

@@ -296,13 +296,13 @@ def make_pass(method, count=3, ratio=(1.0, 1.0), seed=0):
 
 
 @examples(20)
-@given(seed=st.integers(0, 10_000), method=methods, damping=st.sampled_from([1e-4, 0.01, 0.5]))
-def test_ridge_solves_satisfy_normal_equations_and_raise_no_term(seed, method, damping):
+@given(seed=st.integers(0, 10_000), method=methods, dampening=st.sampled_from([1e-4, 0.01, 0.5]))
+def test_ridge_solves_satisfy_normal_equations_and_raise_no_term(seed, method, dampening):
     samples, variables, maps, weights = make_pass(method, seed=seed)
     moments, _ = gather(samples, variables, maps, weights)
-    solved = solve_ridge(moments, weights, damping, True, ["x"] * len(weights))
+    solved = solve_ridge(moments, weights, dampening, True, ["x"] * len(weights))
     for total, new, old in zip(moments, solved, weights, strict=True):
-        damped = damp_moments(total, old, damping)
+        damped = damp_moments(total, old, dampening)
         torch.testing.assert_close(new @ damped.gram, damped.cross, rtol=1e-8, atol=1e-8)
         assert measure_error(total, new) <= measure_error(total, old) * (1 + 1e-9) + 1e-9
     # the same, seen from the objective: W_V and W_O (method 2: also W_Q and W_K) lower their own terms and no other

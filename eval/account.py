@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +20,21 @@ from compressed_tensors.utils import patch_attr
 from llmcompressor.pipelines.cache import IntermediatesCache, IntermediateValue, OverrideEqMode
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
+from struprune_plugin.allocation import candidates, curves
+from struprune_plugin.layerwise import passes, statistics
+from struprune_plugin.modifiers import pruning, recovery
+from struprune_plugin.pruning import prune_layer, reconstruction
 from struprune_plugin.runtime.device_context import DeviceContext
+from struprune_plugin.runtime.precision import Precision
 from struprune_plugin.runtime.residence import WeightsAhead, load_weights
+
+_SOLVERS: list[tuple[Any, str]] = [  # functions that work on the host with ``offload``
+    *((module, "compute_on_rank0") for module in (prune_layer, curves, candidates)),
+    *((statistics, name) for name in ("make_sums", "assemble_moments")),
+    (reconstruction, "solve_weights"),
+]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -122,7 +134,10 @@ class CountedContext(DeviceContext):
     @classmethod
     @contextmanager
     def open(cls, offload: bool = False) -> Iterator[CountedContext]:
-        with LiveBytes() as live, _let_caches_copy(live):
+        """Yield a context whose account is open during the block."""
+        with LiveBytes() as live, _let_caches_copy(live), ExitStack() as stack:
+            for module, name in _SOLVERS if offload else ():
+                stack.enter_context(patch_attr(module, name, live.decide(True)(getattr(module, name))))
             yield cls(offload, live)
 
     @property
@@ -138,9 +153,6 @@ class CountedContext(DeviceContext):
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return self.live.move(tensor, to_host=False)
-
-    def solving(self) -> AbstractContextManager[object]:
-        return self.live.decide(True if self.offload else None)
 
     @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
@@ -161,7 +173,17 @@ def count_memory() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with patch_attr(DeviceContext, "open", CountedContext.open):
+
+    @contextmanager
+    def enter(model: PreTrainedModel, offload: bool = False, precision: Precision = "auto") -> Iterator[DeviceContext]:
+        with (
+            CountedContext.open(offload) as context,
+            patch_attr(passes, "DeviceContext", lambda _: context),
+            passes.enter_device_context(model, offload, precision),
+        ):
+            yield context
+
+    with patch_attr(pruning, "enter_device_context", enter), patch_attr(recovery, "enter_device_context", enter):
         yield
 
 

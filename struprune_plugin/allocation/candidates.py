@@ -121,10 +121,9 @@ class Trial:
         step.observe(statistics, cut, fit)
         for stack in list_stacks(step.layer, cut, statistics, {group.name: self._list_counts(group) for group in cut}):
             for part, moments in _read_moments(stack, known):
-                with self.context.solving():
-                    weights = compute_on_rank0(
-                        partial(self._solve, part, moments), list[Weights], self.context.solve_device
-                    )
+                weights = compute_on_rank0(
+                    partial(self._solve, part, moments), list[Weights], self.context.solve_device
+                )
                 solved += zip(part.groups, weights, strict=True)
                 del moments  # before the next are assembled
         statistics.finish_layer()

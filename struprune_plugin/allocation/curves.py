@@ -68,10 +68,9 @@ class CurveMeasurer:
                     if keeps_moments:
                         parked = replace(moments, all=move_moments(moments.all, park))
                         stored |= {name: (parked, index) for index, name in enumerate(stack.names)}
-                    with self.context.solving():
-                        found = compute_on_rank0(
-                            partial(self._describe, stack, moments), list[GroupStatistics], torch.device("cpu")
-                        )
+                    found = compute_on_rank0(
+                        partial(self._describe, stack, moments), list[GroupStatistics], torch.device("cpu")
+                    )
                     measured.update(zip(stack.names, found, strict=True))
                     del moments  # before the next are assembled
                 statistics.finish_layer()

@@ -55,8 +55,7 @@ def measure_sensitivity(
         with context.stage("sensitivity"), DisableQuantization(model):
             fisher = measure_fisher(model, loader, groups, samples, context)
             for name in list(fisher):
-                with context.solving():
-                    roots[name] = context.park(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
+                roots[name] = context.park(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
     return Sensitivity(roots, saliency)
 
 
@@ -107,9 +106,8 @@ def measure_fisher(
     if not all(row[1] for row in counts):
         return {}
     total = sum(row[0] for row in counts)
-    with context.solving():
-        for name, part in sums.items():
-            sums[name] = context.park(sum_over_ranks(context.to_solver(part)).div_(total), "fisher")
+    for name, part in sums.items():
+        sums[name] = context.park(sum_over_ranks(context.to_solver(part)).div_(total), "fisher")
     return sums
 
 

@@ -87,8 +87,7 @@ def make_sums(
     """
     consumer, fetch = find_linear(layer, group.consumer), context.to_solver if context.offload else None
     sizes, device = (consumer.in_features, consumer.out_features), context.solve_device if fetch else device
-    with context.solving():
-        return [MomentSums(sizes, device, torch.float32, fetch) for _ in range(1 + hold_out)]
+    return [MomentSums(sizes, device, torch.float32, fetch) for _ in range(1 + hold_out)]
 
 
 def add_batch(sums: Sequence[MomentSums], batch: ConsumerBatch, context: DeviceContext, num_before: int = 0) -> None:
@@ -127,17 +126,16 @@ def assemble_moments(
         sum_over_ranks(part)
     ranks = gather([sum(total.num_rows for total in each) for each in sums])
     rows, group = [sum(counts) for counts in zip(*ranks, strict=True)], groups[0]
-    with context.solving():
-        every, *held = (MomentSums.assemble(columns, context.to_solver) for columns in zip(*sums, strict=True))
-        for other in held:  # the first sums lack the held-out sequences
-            for total, part in zip(vars(every).values(), vars(other).values(), strict=True):
-                total.add_(part)
-        if group.repeats > 1:
-            columns = group.to_unit_order(torch.arange(group.num_columns, device=every.gram.device))
-            every, *held = (select_inputs(part, columns.expand(len(groups), -1)) for part in (every, *held))
-        # not checked earlier, because the check waits for the device
-        counts = (held or [every])[-1].gram[:, -1, -1]
-        energies, counts = torch.stack([sum_energies(every), counts]).tolist()
+    every, *held = (MomentSums.assemble(columns, context.to_solver) for columns in zip(*sums, strict=True))
+    for other in held:  # the first sums lack the held-out sequences
+        for total, part in zip(vars(every).values(), vars(other).values(), strict=True):
+            total.add_(part)
+    if group.repeats > 1:
+        columns = group.to_unit_order(torch.arange(group.num_columns, device=every.gram.device))
+        every, *held = (select_inputs(part, columns.expand(len(groups), -1)) for part in (every, *held))
+    # not checked earlier, because the check waits for the device
+    counts = (held or [every])[-1].gram[:, -1, -1]
+    energies, counts = torch.stack([sum_energies(every), counts]).tolist()
     for each, energy in zip(groups, energies, strict=True):
         if not math.isfinite(energy):
             raise ValueError(

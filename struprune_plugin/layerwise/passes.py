@@ -126,7 +126,7 @@ def enter_device_context(
         widened = find_widened(precision, device)
         stack.enter_context(compute_wide(model, widened))
         stack.enter_context(hold_one_layer([layer for _, layer in find_decoder_layers(model)]))
-        context = stack.enter_context(DeviceContext.open(offload))
+        context = DeviceContext(offload)
         context.widened = widened
         logger.info(f"layers compute in {describe_precision(model.dtype, precision, device)}")
         if offload:

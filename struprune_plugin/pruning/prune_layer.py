@@ -104,7 +104,7 @@ class Pruner:
         with self.context.stage("statistics"):
             moments = stack.collect_moments(f"{progress}{stack.group.consumer.split('.')[-1]} statistics")
         for part, of_part in stack.split(moments):
-            with self.context.stage("select and solve"), self.context.solving():
+            with self.context.stage("select and solve"):
                 solve = partial(self.solve, part, of_part, updates)
                 solution = compute_on_rank0(solve, Solution, self.context.solve_device)
             refines = self.config.weight_update.can_refine(part.group)

@@ -128,10 +128,9 @@ def solve_sliced(module: Stack, num_keep: int, config: PruningConfig) -> SolveRe
     """
     sliced = replace(module, groups=[module.group.resize(num_keep)])
     gathered = sliced.collect_moments(f"{module.group.name} closing")
-    with module.context.solving():
-        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)
-        everything = torch.arange(num_keep, device=problem.weight.device)
-        (closing,), (record,) = solve_weights(problem, everything[None], config)
+    problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)
+    everything = torch.arange(num_keep, device=problem.weight.device)
+    (closing,), (record,) = solve_weights(problem, everything[None], config)
     set_consumer(sliced.layer, sliced.group, closing)
     return record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +40,6 @@ class DeviceContext:
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()
         self._open: list[StageRecord] = []
-
-    @classmethod
-    @contextmanager
-    def open(cls, offload: bool = False) -> Iterator[DeviceContext]:
-        """Yield the context of a run, which ends with the block; eval.account replaces this method to count bytes on a CPU."""
-        yield cls(offload)
 
     @property
     def measure(self) -> str:
@@ -88,10 +82,6 @@ class DeviceContext:
     def solve_device(self) -> torch.device:
         """Device on which systems are solved."""
         return torch.device("cpu") if self.offload else get_main_device()
-
-    def solving(self) -> AbstractContextManager[object]:
-        """Return the context manager for solves, which tells eval.account where tensors are made."""
-        return nullcontext()
 
     @contextmanager
     def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:

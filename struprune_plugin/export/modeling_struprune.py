@@ -37,13 +37,10 @@ VERSION = 1  # of the layout
 
 
 class Form(TypedDict):
-    """Channels that a linear has, of those that the module around it handles: ``blocks`` runs of the ``segments`` in order.
-
-    A segment is (count, kept, dense): ``count`` heads of ``dense`` channels, of which the linear has the first ``kept``.
-    """
+    """Channels that a linear has, of those that the module around it handles: ``blocks`` runs of the ``segments`` in order."""
 
     blocks: int
-    segments: list[list[int]]
+    segments: list[list[int]]  # (count, kept, dense): count heads of dense channels, the linear has the first kept ones
 
 
 class LinearLayout(TypedDict, total=False):
@@ -117,10 +114,7 @@ def _set_layer_configs(config: Any, stated: dict[int | str, dict[str, Any]] | No
 
 
 def derive_custom(stock: Any, module: str, config_class: Any = None) -> Any:
-    """Return the pruned class, for the module of that name, of a class whose code came with its checkpoint.
-
-    :param config_class: class of the pruned configuration, for a model class
-    """
+    """Return, for a module, the pruned class of a class that came with its checkpoint; a model class needs ``config_class``."""
     if config_class is not None:
         return _derive_model(stock, config_class, {"__module__": module})
 
@@ -221,8 +215,7 @@ def fit_layers(model: Any, layout: Layout) -> None:
 def check_parts(model: Any, layout: Layout) -> None:
     """Raise ValueError where the processes of tensor parallelism, where a model is loaded for it, cannot share a layer evenly."""
     distributed = getattr(model.config, "distributed_config", None)
-    ranks = getattr(distributed, "tp_size", None) or 1
-    if ranks == 1:
+    if (ranks := getattr(distributed, "tp_size", None) or 1) == 1:
         return
     plan = distributed.tp_plan if isinstance(distributed.tp_plan, dict) else getattr(model, "tp_plan", None) or {}
     styles = {name.rpartition(".*.")[2]: style for name, style in plan.items()}
@@ -276,8 +269,7 @@ def follow_layers(model: Any) -> None:
         )
     if count != len(places):
         raise ValueError(
-            f"{where} must have num_hidden_layers = {count} layers, got {len(places)}. Set "
-            f"model.config.num_hidden_layers = {len(places)}."
+            f"{where} must have num_hidden_layers = {count} layers, got {len(places)}. Set model.config.num_hidden_layers to that."
         )
     config.layout = {k: [v[place] for place in places] if isinstance(v, list) else v for k, v in layout.items()}
     if (stated := config.to_dict().get("per_layer_config")) is not None:
@@ -388,10 +380,7 @@ def narrow(states: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def pad(states: torch.Tensor, form: Form, old: int = 1, new: int = 2) -> torch.Tensor:
-    """Return states with zeros after the kept channels of every head, in the last dimension.
-
-    :param old: place in a segment of the present width of heads; ``new`` is that of their new one
-    """
+    """Return states with zeros after the kept channels of every head, in the last dimension (old, new: places in a segment)."""
     blocks, segments, size = form["blocks"], form["segments"], states.shape[-1]
     width = blocks * sum(each[0] * each[old] for each in segments)
     if size != width:  # in one of several processes, each of which has its part of the heads

@@ -1,10 +1,10 @@
-"""Trials of allocation plans: how far each moves the model's own output, on calibration text that no solve has seen.
+"""Trials of candidate allocations: how far each moves the model's own output, on calibration text that no solve has seen.
 
-Error curves and sensitivities are second-order approximations at the dense model, and a plan may lead far from it. Each plan is
-applied with weights solved on the dense model's moments, without correction of inherited errors, all plans in one pass; they
+Error curves and sensitivities are second-order approximations at the dense model, and a candidate may lead far from it. Each is
+applied with weights solved on the dense model's moments, without correction of inherited errors, all candidates in one pass; they
 are compared by the KL divergence of the model's next tokens. Curves also treat an error as independent of its token; where that is
-far from the truth, whole blocks of modules are affected: those of one kind in one part of the depth. A few plans, each with the
-units of one block removed, measure by how much.
+far from the truth, whole blocks of modules are affected: those of one kind in one part of the depth. A few candidates, each with
+the units of one block removed, measure by how much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from struprune_plugin.allocation.curves import Batches, Fit
+from struprune_plugin.allocation.curves import Batches, DenseMeasurements
 from struprune_plugin.allocation.rounding import expand_counts
 from struprune_plugin.allocation.rules import GroupStatistics, Sizes
 from struprune_plugin.layerwise.calls import States, mark_tokens
@@ -55,35 +55,35 @@ Weights = dict[int, tuple[Tensor, Tensor]]  # a consumer's weights and bias by n
 
 @dataclass(frozen=True)
 class Trial:
-    """Trial of plans on the dense model, which is not changed, with one decoder layer on the device at a time.
+    """Trial of candidate allocations on the dense model, which is not changed, with one decoder layer on the device at a time.
 
     :param groups: groups of all layers
-    :param plans: of each, the kept units by group, by the names of the dense model; all where a group has no entry
+    :param candidates: of each, the kept units by group, by the names of the dense model; all where a group has no entry
     :param config: methods of the pruning pass
-    :param fit: statistics on which the weights are solved
+    :param measured: statistics on which the weights are solved
     """
 
     model: PreTrainedModel
     groups: Sequence[UnitGroup]
-    plans: Sequence[Mapping[str, int]]
+    candidates: Sequence[Mapping[str, int]]
     config: PruningConfig
-    fit: Fit
+    measured: DenseMeasurements
     context: DeviceContext
 
     @torch.no_grad()
-    def measure(self, fit: Batches, held: Batches) -> list[float]:
-        """Return KL(dense ‖ pruned) per plan in nats, mean over the trial tokens of all processes.
+    def measure(self, batches: Batches, held: Batches) -> list[float]:
+        """Return KL(dense ‖ pruned) per candidate in nats, mean over the trial tokens of all processes.
 
-        :param fit: batches to solve on, unless their moments are stored
+        :param batches: to solve on, unless their moments are stored
         :param held: batches to try
         """
-        fit = [] if self.fit.moments else fit
+        batches = [] if self.measured.moments else batches
         statistics = LayerStatistics(TARGETS["local"], self.context)
-        paths: list[list[States]] = [[] for _ in self.plans]  # by batch; empty while they are the dense ones
+        paths: list[list[States]] = [[] for _ in self.candidates]  # by batch; empty while they are the dense ones
         with calibrating(self.model):
-            for step in stream_layers(self.model, [*fit, *held], self.context, "trials"):
-                self._run_layer(step, statistics, len(fit), paths)
-        dense = [flow.states for flow in step.flows[len(fit) :]]
+            for step in stream_layers(self.model, [*batches, *held], self.context, "trials"):
+                self._run_layer(step, statistics, len(batches), paths)
+        dense = [flow.states for flow in step.flows[len(batches) :]]
         finals = zip(*([states.hidden for states in path or dense] for path in (dense, *paths)), strict=True)
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading(), DisableQuantization(self.model):  # also of the head
@@ -95,15 +95,18 @@ class Trial:
         return [total / max(tokens, 1) for total in sums]
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
-        """Return the numbers of kept units in the plans, without the number of all units."""
-        return sorted({kept.get(group.name, group.num_units) for kept in self.plans} - {group.num_units})
+        """Return the numbers of kept units in the candidates, without the number of all units."""
+        return sorted({kept.get(group.name, group.num_units) for kept in self.candidates} - {group.num_units})
 
-    def _run_layer(self, step: LayerStep, statistics: LayerStatistics, num_fit: int, paths: list[list[States]]) -> None:
-        """Solve a layer's weights on the first batches, and take the dense path and every plan's through it on the others."""
-        weights = self._solve_layer(step, statistics, slice(num_fit))
-        calls = [flow.advance(step.index, step.layer, self.context) for flow in step.flows[num_fit:]]
-        for place, kept in enumerate(self.plans):
-            new = {group.consumer: own[kept[group.name]] for group, own in weights if kept.get(group.name) in own}
+    def _run_layer(
+        self, step: LayerStep, statistics: LayerStatistics, num_solve: int, paths: list[list[States]]
+    ) -> None:
+        """Solve a layer's weights on the first batches, and take the dense path and every candidate's through it on the others."""
+        weights = self._solve_layer(step, statistics, slice(num_solve))
+        calls = [flow.advance(step.index, step.layer, self.context) for flow in step.flows[num_solve:]]
+        for place, kept in enumerate(self.candidates):
+            counts = [(group, kept.get(group.name), solved) for group, solved in weights]
+            new = {group.consumer: solved[count] for group, count, solved in counts if count in solved}
             if not new and not paths[place]:
                 continue
             before, path = paths[place], list[States]()
@@ -114,11 +117,13 @@ class Trial:
                 self.context.release(states.hidden)
             paths[place] = path
 
-    def _solve_layer(self, step: LayerStep, statistics: LayerStatistics, fit: slice) -> list[tuple[UnitGroup, Weights]]:
+    def _solve_layer(
+        self, step: LayerStep, statistics: LayerStatistics, batches: slice
+    ) -> list[tuple[UnitGroup, Weights]]:
         """Return the consumers' weights, in module order, and biases, solved on rank 0, for every number of kept units."""
-        solved, known = list[tuple[UnitGroup, Weights]](), self.fit.moments
+        solved, known = list[tuple[UnitGroup, Weights]](), self.measured.moments
         cut = [group for group in select_groups(self.groups, step.name) if self._list_counts(group)]
-        step.observe(statistics, cut, fit)
+        step.observe(statistics, cut, batches)
         for stack in list_stacks(step.layer, cut, statistics, {group.name: self._list_counts(group) for group in cut}):
             for part, moments in _read_moments(stack, known):
                 weights = compute_on_rank0(
@@ -131,10 +136,11 @@ class Trial:
 
     def _solve(self, stack: Stack, gathered: Moments) -> list[Weights]:
         """Return the weights on the kept units, zero elsewhere; the dense ones without a solve, or all with too few tokens."""
-        group, config, to_solver, measured = stack.group, self.config, self.context.to_solver, self.fit.measured
+        group, config, to_solver = stack.group, self.config, self.context.to_solver
+        statistics = self.measured.statistics
         counts, copies, dense = self._list_counts(group), group.columns_per_unit, stack.read_weights()
-        order = to_solver(stack_tensors([measured[name].order for name in stack.names]))
-        bases = [basis for name in stack.names if (basis := measured[name].basis) is not None]
+        order = to_solver(stack_tensors([statistics[name].order for name in stack.names]))
+        bases = [basis for name in stack.names if (basis := statistics[name].basis) is not None]
         if config.weight_update.solves and gathered.determines:
             moments = move_moments(gathered.all, to_solver)
             damped = damp_moments(moments, dense, config.dampening_frac, stack.has_bias)
@@ -143,16 +149,16 @@ class Trial:
                 damped = rotate_moments(damped, basis, copies)
             solved = solve_nested_weights(damped, order, copies, counts, stack.names)
             if basis is not None:
-                solved = ((n, rotate_columns(found, basis.mT, copies)) for n, found in solved)
+                solved = ((n, rotate_columns(weight, basis.mT, copies)) for n, weight in solved)
         else:
             gone = unit_columns(order, copies)[:, None].expand(-1, dense.shape[1], -1)
             solved = ((n, dense.scatter(2, gone[..., : (group.num_units - n) * copies], 0.0)) for n in counts)
         weights, dtype = [Weights() for _ in stack.groups], find_linear(stack.layer, group.consumer).weight.dtype
-        for count, found in solved:
-            cast = found.to(dtype)
+        for count, weight in solved:
+            cast = weight.to(dtype)
             columns = group.to_module_order(cast[..., :-1]).contiguous()
-            for own, weight, bias in zip(weights, columns, cast[..., -1].contiguous(), strict=True):
-                own[count] = weight, bias
+            for solved_by_count, part, bias in zip(weights, columns, cast[..., -1].contiguous(), strict=True):
+                solved_by_count[count] = part, bias
         return weights
 
     def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
@@ -168,13 +174,13 @@ class Trial:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
         wanted = compute(finals[0])
-        whole, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
+        normaliser, probs = wanted.logsumexp(-1), torch.softmax(wanted, dim=-1)
         totals = []
         for final in finals[1:]:
-            found = compute(final)
-            moved = found.logsumexp(-1) - whole - torch.linalg.vecdot(probs, found.sub_(wanted))
+            logits = compute(final)
+            moved = logits.logsumexp(-1) - normaliser - torch.linalg.vecdot(probs, logits.sub_(wanted))
             totals.append(float(moved.double().sum()))
-            del found
+            del logits
         return torch.tensor(totals, dtype=torch.float64)
 
 
@@ -202,22 +208,22 @@ def take_best(proposed: Mapping[str, UnitAllocation], divergences: Sequence[floa
             "model: logits must be finite, got NaN or Inf in every allocation's. Load it in a wider dtype (bfloat16 or float32)."
         )
     taken = list(tried)[argmin_with_ties(list(tried.values()))]
-    plan = proposed[taken]
-    return replace(plan, record=replace(plan.record, tried=tried, taken=taken))
+    best = proposed[taken]
+    return replace(best, record=replace(best.record, tried=tried, taken=taken))
 
 
-def describe_doubt(tried: Mapping[str, float], own: str, even: Collection[str]) -> str | None:
+def describe_doubt(tried: Mapping[str, float], rule: str, even: Collection[str]) -> str | None:
     """Return a sentence where an allocation nearer to uniform has less divergence than the rule's own; None elsewhere.
 
     :param tried: KL divergence in nats by the name of an allocation
-    :param own: name of the rule's own
+    :param rule: name of the rule's own
     :param even: names of those nearer to uniform
     """
-    best = min((name for name in even if name in tried), key=lambda name: tried[name], default=own)
-    if own not in tried or not tried[best] < (1 - MARGIN) * tried[own]:
+    best = min((name for name in even if name in tried), key=lambda name: tried[name], default=rule)
+    if rule not in tried or not tried[best] < (1 - MARGIN) * tried[rule]:
         return None
     return (
-        f"on held-out text {best!r} diverges by {tried[best]:.4g} nats and {own!r} by {tried[own]:.4g}: "
+        f"on held-out text {best!r} diverges by {tried[best]:.4g} nats and {rule!r} by {tried[rule]:.4g}: "
         "the measured error curves do not describe this model well. Try more calibration text."
     )
 
@@ -236,33 +242,39 @@ def list_blocks(sizes: Sizes, layers: Mapping[str, int]) -> list[Block]:
     return [tuple(block) for block in blocks.values()] if len(blocks) > 1 else []
 
 
-def propose_blocks(sizes: Sizes, kept: Mapping[str, int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
-    """Return one plan per block: its modules keep the units of an allocation, all others every unit."""
-    plans: list[Mapping[str, int]] = []
+def propose_blocks(sizes: Sizes, num_keep: Mapping[str, int], blocks: Sequence[Block]) -> list[Mapping[str, int]]:
+    """Return one candidate per block: its modules keep the units of an allocation, all others every unit."""
+    candidates: list[Mapping[str, int]] = []
     for block in blocks:
-        alone = [kept[size.name] if place in block else size.num_units for place, size in enumerate(sizes)]
-        plans.append(expand_counts(sizes, alone))
-    return plans
+        alone = [num_keep[size.name] if place in block else size.num_units for place, size in enumerate(sizes)]
+        candidates.append(expand_counts(sizes, alone))
+    return candidates
 
 
-def bend_curves(
-    statistics: Mapping[str, GroupStatistics], sizes: Sizes, kept: Mapping[str, int], divergences: Mapping[Block, float]
+def scale_curves(
+    statistics: Mapping[str, GroupStatistics],
+    sizes: Sizes,
+    num_keep: Mapping[str, int],
+    divergences: Mapping[Block, float],
 ) -> dict[str, GroupStatistics]:
     """Return the statistics with the curves of every block scaled so that they agree with the measured divergences.
 
-    :param kept: kept units of the allocation with which the blocks were tried, by group name
+    :param num_keep: kept units of the allocation with which the blocks were tried, by group name
     :param divergences: divergence of the model's output with a block's units removed, in nats
     """
     names = {block: [sizes[place].name for place in block] for block in divergences}
-    said = {block: sum(float(statistics[name].curve[kept[name]]) for name in own) for block, own in names.items()}
-    total, measured = sum(said.values()), sum(divergences.values())
-    bent = dict(statistics)
+    predicted = {
+        block: sum(float(statistics[name].curve[num_keep[name]]) for name in members)
+        for block, members in names.items()
+    }
+    total, measured = sum(predicted.values()), sum(divergences.values())
+    scaled = dict(statistics)
     if not (total > 0 and measured > 0):
-        return bent
-    floor = _NOISE / len(said)
+        return scaled
+    floor = _NOISE / len(predicted)
     for block, divergence in divergences.items():
-        factor = (divergence / measured + floor) / (said[block] / total + floor)
+        factor = (divergence / measured + floor) / (predicted[block] / total + floor)
         factor = min(max(factor, 1 / _MOST), _MOST)
         for name in names[block]:
-            bent[name] = replace(statistics[name], curve=statistics[name].curve * factor)
-    return bent
+            scaled[name] = replace(statistics[name], curve=statistics[name].curve * factor)
+    return scaled

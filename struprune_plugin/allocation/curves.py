@@ -31,14 +31,14 @@ Batches = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Results of an allocation pass.
+class DenseMeasurements:
+    """Measurements of an allocation pass over the dense model.
 
-    :param measured: statistics of every group, by name
+    :param statistics: statistics of every group, by name
     :param moments: moments over the batches, and the group's place in them, by the name of a group; None if they are not stored
     """
 
-    measured: Mapping[str, GroupStatistics]
+    statistics: Mapping[str, GroupStatistics]
     moments: Mapping[str, tuple[Moments, int]] | None = None
 
 
@@ -55,26 +55,26 @@ class CurveMeasurer:
     sensitivity: Sensitivity
     context: DeviceContext
 
-    def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> Fit:
+    def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> DenseMeasurements:
         """Return the statistics of every group and, for trials on the same batches, its moments, if they are kept."""
         measured, stored = dict[str, GroupStatistics](), dict[str, tuple[Moments, int]]()
         statistics, park = LayerStatistics(TARGETS["local"], self.context), partial(self.context.park, what="moments")
         with calibrating(self.model):
             for step in stream_layers(self.model, batches, self.context, "error curves"):
-                own = select_groups(groups, step.name)
-                step.observe(statistics, own)
-                for stack in list_stacks(step.layer, own, statistics):
+                selected = select_groups(groups, step.name)
+                step.observe(statistics, selected)
+                for stack in list_stacks(step.layer, selected, statistics):
                     moments = stack.collect_moments("statistics")
                     if keeps_moments:
                         parked = replace(moments, all=move_moments(moments.all, park))
                         stored |= {name: (parked, index) for index, name in enumerate(stack.names)}
-                    found = compute_on_rank0(
+                    described = compute_on_rank0(
                         partial(self._describe, stack, moments), list[GroupStatistics], torch.device("cpu")
                     )
-                    measured.update(zip(stack.names, found, strict=True))
+                    measured.update(zip(stack.names, described, strict=True))
                     del moments  # before the next are assembled
                 statistics.finish_layer()
-        return Fit(measured, stored if keeps_moments else None)
+        return DenseMeasurements(measured, stored if keeps_moments else None)
 
     def _describe(self, stack: Stack, moments: Moments) -> list[GroupStatistics]:
         """Return the statistics of a stack's groups, with one transfer to the host for all."""
@@ -87,9 +87,9 @@ class CurveMeasurer:
             linears = enumerate(ranked.order)
             curves = torch.stack([self._measure_curve(problem.select(index), order) for index, order in linears])
         scores, order, curves = host(ranked.scores), host(ranked.order), host(curves)
-        weights = [self.rule.weigh(self.model, *own) for own in zip(stack.groups, scores, strict=True)]
+        weights = [self.rule.weigh(self.model, *pair) for pair in zip(stack.groups, scores, strict=True)]
         bases = [None] * len(weights) if ranked.basis is None else host(ranked.basis)
-        return [GroupStatistics(*own) for own in zip(weights, curves, scores, order, bases, strict=True)]
+        return [GroupStatistics(*values) for values in zip(weights, curves, scores, order, bases, strict=True)]
 
     def _measure_curve(self, problem: GroupProblem, order: Tensor) -> Tensor:
         """Return the error curve of an importance whose scores are no increases of the error."""

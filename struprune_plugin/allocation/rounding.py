@@ -137,7 +137,7 @@ def round_uniform_counts(
 
     :param allowed: returns whether a kind may keep that many units
     """
-    kinds = _sort_alike(groups)
+    kinds = _sort_equal(groups)
     costs = [sum(group.unit_cost for group in members) for members in kinds]
     totals = [members[0].num_units for members in kinds]
     counts = [_list_allowed(members[0], sparsity, allowed) for members in kinds]
@@ -158,12 +158,12 @@ def round_uniform_counts(
     return [next(kept[i] for i, members in enumerate(kinds) if group in members) for group in groups]
 
 
-def _sort_alike(groups: Sequence[GroupSize]) -> list[list[GroupSize]]:
+def _sort_equal(groups: Sequence[GroupSize]) -> list[list[GroupSize]]:
     """Return the groups of each kind and size."""
-    alike: dict[tuple[str, int, int], list[GroupSize]] = {}
+    members: dict[tuple[str, int, int], list[GroupSize]] = {}
     for group in groups:
-        alike.setdefault((group.kind, group.num_units, group.step), []).append(group)
-    return list(alike.values())
+        members.setdefault((group.kind, group.num_units, group.step), []).append(group)
+    return list(members.values())
 
 
 def _list_allowed(group: GroupSize, sparsity: float, allowed: Callable[[str, int], bool]) -> list[int]:
@@ -173,7 +173,7 @@ def _list_allowed(group: GroupSize, sparsity: float, allowed: Callable[[str, int
 
 def measure_uniform_slack(groups: Sequence[GroupSize]) -> int:
     """Return the parameters by which counts equal in all layers may miss a budget: one step of the finest kind."""
-    return min(sum(group.step * group.unit_cost for group in members) for members in _sort_alike(groups))
+    return min(sum(group.step * group.unit_cost for group in members) for members in _sort_equal(groups))
 
 
 def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float, slack: int | None = None) -> None:

@@ -88,7 +88,7 @@ class AllocationRule(Config):
         """
         raise NotImplementedError
 
-    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> Mapping[str, Sequence[int]]:
+    def propose(self, sizes: Sizes, decided: UnitAllocation, budget: Budget) -> Mapping[str, Sequence[int]]:
         """Return kept units of allocations to try beside the rule's own, by name; none if the rule's own is used untried."""
         return {}
 
@@ -166,11 +166,14 @@ class ErrorCurve(AllocationRule):
         record = AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity)
         return UnitAllocation(expand_counts(sizes, kept), record)
 
-    def propose(self, sizes: Sizes, own: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
+    def propose(self, sizes: Sizes, decided: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
         """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget."""
-        taken, found = [1 - own.kept[size.name] / size.num_units for size in sizes], dict[str, list[int]]()
+        sparsities, proposed = (
+            [1 - decided.num_keep[size.name] / size.num_units for size in sizes],
+            dict[str, list[int]](),
+        )
         for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
-            shares = [(1 - part) * sparsity + part * budget.share for sparsity in taken]
+            shares = [(1 - part) * sparsity + part * budget.share for sparsity in sparsities]
             with suppress(ValueError):
-                found[name] = meet_budget(sizes, shares, budget.share)
-        return found
+                proposed[name] = meet_budget(sizes, shares, budget.share)
+        return proposed

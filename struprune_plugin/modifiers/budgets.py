@@ -65,9 +65,9 @@ def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding
     for group in groups:
         tied.setdefault(group.tie or group.name, []).append(group)
     sizes = []
-    for alike in tied.values():  # they keep the same number of units, or whole multiples of the narrowest group's
-        first = min(alike, key=lambda group: group.num_units)
-        members = [(group, group.num_units // first.num_units) for group in alike]
+    for tied_groups in tied.values():  # they keep the same number of units, or whole multiples of the narrowest group's
+        first = min(tied_groups, key=lambda group: group.num_units)
+        members = [(group, group.num_units // first.num_units) for group in tied_groups]
         cost = sum(group.unit_cost * factor for group, factor in members)
         steps = [(roundings[group.name].step, factor) for group, factor in members]
         step = math.lcm(*(step // math.gcd(step, factor) for step, factor in steps))
@@ -76,13 +76,13 @@ def measure_groups(groups: Sequence[UnitGroup], roundings: Mapping[str, Rounding
     return sizes
 
 
-def check_widths(groups: Sequence[UnitGroup], kept: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
-    """Raise if a later modifier cannot divide a kept width, which the plan did not choose if all units stay, into its groups.
+def check_widths(groups: Sequence[UnitGroup], num_keep: Mapping[str, int], roundings: Mapping[str, Rounding]) -> None:
+    """Raise if a later modifier cannot divide a kept width, which nothing chose if all units stay, into its groups.
 
-    :param kept: units to keep, by group name; all where a group has no entry
+    :param num_keep: units to keep, by group name; all where a group has no entry
     """
     for group in groups:
-        rounding, count = roundings[group.name], kept.get(group.name, group.num_units)
+        rounding, count = roundings[group.name], num_keep.get(group.name, group.num_units)
         width = count * group.columns_per_unit
         if rounding.because and count % rounding.step:
             raise ValueError(

@@ -237,8 +237,10 @@ def check_calibration(
     check_sequences(model, max(gather(longest)), max(gather(largest)))  # all processes refuse together
     parts = gather([(hashlib.sha256(ids[kept].numpy().tobytes()).hexdigest(), int(kept.sum())) for ids, kept in rows])
     if without := parts.count([]):
-        told = f"got none in {without} of {len(parts)}. Use more samples, or fewer processes."
-        raise ValueError(f"dataset: every process must have a calibration sequence, {told}")
+        raise ValueError(
+            f"dataset: every process must have a calibration sequence, got none in {without} of {len(parts)}. Use more samples, or "
+            "fewer processes."
+        )
     sequences = [(digest, length) for part in parts for digest, length in part]
     num_sequences, num_tokens = len(sequences), sum(length for _, length in sequences)
     num_distinct, distinct_tokens = len(set(sequences)), sum(length for _, length in set(sequences))

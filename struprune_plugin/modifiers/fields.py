@@ -179,16 +179,16 @@ class StructuredModifier(StageModifier):
     @model_validator(mode="after")
     def _take_effort(self) -> StructuredModifier:
         """Set the fields that the recipe leaves out to the values of ``effort``, without marking them as set."""
-        given = set(self.model_fields_set)
-        for name, wanted in EFFORTS[self.effort].items():
+        named = set(self.model_fields_set)
+        for name, values in EFFORTS[self.effort].items():
             settings = getattr(self, name)
             if isinstance(settings, Config):
-                free = type(settings).model_fields.keys() - settings.model_fields_set
-                told = {own: value for own, value in wanted.items() if own in free}
-                setattr(self, name, settings.model_copy(update=told))
-            elif isinstance(settings, bool) and name not in given:
-                setattr(self, name, wanted)
-        self.model_fields_set.intersection_update(given)
+                left_out = type(settings).model_fields.keys() - settings.model_fields_set
+                changes = {field: value for field, value in values.items() if field in left_out}
+                setattr(self, name, settings.model_copy(update=changes))
+            elif isinstance(settings, bool) and name not in named:
+                setattr(self, name, values)
+        self.model_fields_set.intersection_update(named)
         return self
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:

@@ -23,28 +23,28 @@ def check_loaded(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         forward = find_forward(module)
         if not (forward is None or hasattr(forward, "__self__") or wraps_own(module, forward)):
-            told = getattr(forward, "__name__", type(forward).__name__)
+            name_found = getattr(forward, "__name__", type(forward).__name__)
             raise ValueError(
-                f"model: {name or type(model).__name__}.forward must be its class', got another function, {told}, which no folder "
-                "can hold. Delete it (`del module.forward`), or load the model again."
+                f"model: {name or type(model).__name__}.forward must be its class', got another function, {name_found}, which no "
+                "folder can hold. Delete it (`del module.forward`), or load the model again."
             )
     if is_pruned(type(model)) and getattr(model.config, "quantization_config", None) is not None:
         return  # refused by what it is asked to do
     try:
-        made = build_dense(type(model), model.config)
+        built = build_dense(type(model), model.config)
     except Exception as error:  # a configuration that was changed raises errors of many classes
         raise ValueError(
             f"model: its configuration must be one that {type(model).__name__} can be made of, got: {shorten_error(error)}. "
             "Correct the configuration, or load the model again."
         ) from None
-    wanted, found = ({name: list(p.shape) for name, p in each.named_parameters()} for each in (made, model))
-    for name in sorted({**wanted, **found}):
-        is_split = ".experts." in name and (name not in wanted or name not in found)
+    wanted, present = ({name: list(p.shape) for name, p in each.named_parameters()} for each in (built, model))
+    for name in sorted({**wanted, **present}):
+        is_split = ".experts." in name and (name not in wanted or name not in present)
         is_hosts = name.rpartition(".")[2] in QUANTISER_PARAMETERS  # of a quantiser in the same recipe
-        if wanted.get(name) != found.get(name) and not (is_split or is_hosts):
+        if wanted.get(name) != present.get(name) and not (is_split or is_hosts):
             raise ValueError(
                 f"model: {name} must have the shape {wanted.get(name)} that {type(model).__name__} makes of its configuration, got "
-                f"{found.get(name)}. Correct the model, or the configuration (resize_token_embeddings for other tokens, "
+                f"{present.get(name)}. Correct the model, or the configuration (resize_token_embeddings for other tokens, "
                 "tie_word_embeddings for a head)."
             )
 

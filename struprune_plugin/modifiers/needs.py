@@ -32,7 +32,7 @@ from struprune_plugin.storage.files import format_bytes
 
 _STREAM_COPIES = 4  # of all hidden states, in the model's dtype: dense; the pruned path's inputs, attention and outputs
 _LOGIT_COPIES = 5  # float32 copies of one sequence's logits
-_PLANS = 8  # plans that are tried at once, each with its own weights of one layer
+_CANDIDATES = 8  # allocations that are tried at once, each with its own weights of one layer
 _OFFLOADED = 256  # tokens converted, and rows of a product, on the device at once with `offload`
 
 
@@ -97,16 +97,16 @@ def count_needs(model: PreTrainedModel, setup: Setup, work: Workload) -> Needs:
     """Return the bytes that a run needs, from shapes and measured units alone."""
     modifier, groups, hidden = setup.recipe, setup.groups, read_hidden_size(model)
     item, device = model.dtype.itemsize, _count_device(model, modifier, groups, work, hidden)
-    told = describe_precision(model.dtype, modifier.precision, get_main_device())
+    computed_in = describe_precision(model.dtype, modifier.precision, get_main_device())
     modules = len({group.output_name for group in groups}) if modifier.sensitivity_samples is not None else 0
     movable = {
         "states": work.num_samples * work.seq_length * hidden * (_STREAM_COPIES * item + 4),
         "fisher": 8 * modules * hidden**2,
-        "moments": 0,  # of all modules, if trials of plans use them
+        "moments": 0,  # of all modules, if trials use them
     }
     if getattr(modifier.allocation, "trial_samples", 0):
         movable["moments"] = count_moment_bytes([g for g in groups if not g.unit.drops_entries], hidden)
-    return Needs(device, count_parameters(model) * item, movable, told, modifier.offload)
+    return Needs(device, count_parameters(model) * item, movable, computed_in, modifier.offload)
 
 
 def _count_device(
@@ -129,8 +129,8 @@ def _count_device(
     if modifier.offload:  # moments, solves and the head are on the host, and no layer is fetched ahead
         return weights - largest + max(activations + 12 * _OFFLOADED * (widest + 1), backward)
 
-    def count_moments(own: Sequence[UnitGroup]) -> int:
-        return sum(4 * count_sums(group.num_columns, hidden) for group in own)
+    def count_moments(summed: Sequence[UnitGroup]) -> int:
+        return sum(4 * count_sums(group.num_columns, hidden) for group in summed)
 
     copies = 2 if modifier.dampening_frac == "auto" else 1  # moments of held-out sequences are apart
     solve = gathered = waiting = 0  # waiting, beside a solve: moments of a layer's experts, or trial weights
@@ -140,7 +140,7 @@ def _count_device(
         experts = count_moments([group for group in layer if group.mixture])
         one = max(experts, *(count_moments([group]) for group in layer))
         gathered = max(gathered, count_moments(layer) * measures, copies * one)
-        tried = _PLANS * measures * model.dtype.itemsize * hidden * sum(group.num_columns for group in layer)
+        tried = _CANDIDATES * measures * model.dtype.itemsize * hidden * sum(group.num_columns for group in layer)
         waiting = max(waiting, copies * experts, tried)
     running = activations + gathered + 12 * tokens * (widest + 1)  # float32 tokens, a tile and its product
     return max(weights + max(running, solve + waiting, backward), _count_bytes(head) + activations + logits)

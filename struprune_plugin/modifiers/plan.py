@@ -114,18 +114,18 @@ def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> Pr
     return model.to(chosen)
 
 
-# -- what is told ---------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------------------------
 
 
 def _list_units(model: nn.Module) -> dict[str, list[int]]:
     """Return the layers that have units of a kind, or a linear that stays whole, by the text that says so."""
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for index, (layer, layout) in enumerate(find_layouts(model)):
-        told = [UNIT_KINDS.parse(unit.kind).describe_unit(unit, layer) for unit in layout.units]
-        told += [f"{linear} stays whole: {reason}" for linear, reason in layout.unprunable.items()]
-        for line in told or ["nothing can go"]:
-            found.setdefault(line, []).append(index)
-    return found
+        lines = [UNIT_KINDS.parse(unit.kind).describe_unit(unit, layer) for unit in layout.units]
+        lines += [f"{linear} stays whole: {reason}" for linear, reason in layout.unprunable.items()]
+        for line in lines or ["nothing can go"]:
+            layers.setdefault(line, []).append(index)
+    return layers
 
 
 def format_plan(plan: RunPlan) -> list[Any]:
@@ -133,8 +133,8 @@ def format_plan(plan: RunPlan) -> list[Any]:
     sizes = (("parameters", plan.parameters, "{:,}".format), ("weights", plan.bytes, format_bytes))
     rows = [[name, show(old), show(new), f"{new / old - 1:+.1%}"] for name, (old, new), show in sizes]
     facts = plan.needs.describe()
-    for told, layers in plan.layers.items():
-        facts.append((f"layers {layers[0]} to {layers[-1]} ({len(layers)})", told))
+    for text, layers in plan.layers.items():
+        facts.append((f"layers {layers[0]} to {layers[-1]} ({len(layers)})", text))
     facts += plan.entries.items()
     facts += [(f"budget: {plan.limit.name}", tables.show_limit(plan.limit))] if plan.limit else []
     facts += [("widths", tables.describe_rounding(entry)) for entry in plan.rounding]

@@ -69,14 +69,14 @@ class StruPruneModifier(PruningFields):
         recipe = setup.recipe
         with enter_device_context(model, recipe.offload, recipe.precision) as context, context.stage("whole pass"):
             context.resident = keep_on_device(model, setup, setup.batches)
-            plan, sensitivity = AllocationPass(setup, model, context).decide(self._store)
+            allocation, sensitivity = AllocationPass(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
-            pruner = Pruner(recipe.make_config(self.reconstruct), plan, sensitivity, context, setup.entries)
+            pruner = Pruner(recipe.make_config(self.reconstruct), allocation, sensitivity, context, setup.entries)
             with calibrating(model):
                 all_groups = sort_groups([*setup.groups, *setup.resolve_only])
                 records = pruner.prune_model(model, setup.batches, all_groups, self._store)
         context.stages["whole pass"] = context.stages.pop("whole pass")  # after its parts
-        self._finish = partial(setup.finish, plan, records, context)
+        self._finish = partial(setup.finish, allocation, records, context)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if self._finish is None:

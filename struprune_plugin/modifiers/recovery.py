@@ -89,14 +89,14 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         if not self._record:
             return True  # llm-compressor finalises an aborted run
-        told = {"evaluation": [], "recovery": RecoveryRecord(**self._record)}  # earlier scores are void
+        changes = {"evaluation": [], "recovery": RecoveryRecord(**self._record)}  # earlier scores are void
         source = state.model.config._name_or_path
 
         def add_record(folder: str) -> None:
             # to the manifest of this run's pruning or, without one, of the loaded folder
             manifest = next((path for path in (folder, source) if (Path(path) / MANIFEST_NAME).is_file()), None)
             if manifest is not None:  # None if nothing was ever pruned
-                write_manifest(read_manifest(manifest).model_copy(update=told), folder)
+                write_manifest(read_manifest(manifest).model_copy(update=changes), folder)
 
         wrap_save(state.model, add_record)
         return True

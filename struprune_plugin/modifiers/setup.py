@@ -42,13 +42,13 @@ class Setup:
     sizes: Sequence[GroupSize]  # of the groups whose units may go
     budget: Budget
     entries: ListEntries | None  # of lists of modules, some of which go
-    early: UnitAllocation | None  # plan of a rule that needs no calibration data
+    early: UnitAllocation | None  # of a rule that needs no calibration data
 
     def count_removed(self) -> int:
         """Return the parameters that go; how they spread over the layers may need calibration data, their sum does not."""
-        kept = (self.early or allocate_uniformly(self.sizes, self.budget)).kept
+        num_keep = (self.early or allocate_uniformly(self.sizes, self.budget)).num_keep
         removed = sum(
-            (group.num_units - kept.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
+            (group.num_units - num_keep.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
         )
         return removed + (self.entries.count_removed(self.budget.num_entries) if self.entries else 0)
 
@@ -63,7 +63,7 @@ class RunSetup(Setup):
 
     def finish(
         self,
-        plan: UnitAllocation,
+        allocation: UnitAllocation,
         groups: list[manifest.GroupRecord],
         context: DeviceContext,
         model: PreTrainedModel,
@@ -72,7 +72,7 @@ class RunSetup(Setup):
         for kind in self.recipe.list_units():
             kind.update_config(model, [group for group in self.groups if group.unit == kind])
         OUTPUTS[self.recipe.output].adopt(model)
-        entries = [] if self.entries is None else _describe_entries(self.entries, plan.entries)
+        entries = [] if self.entries is None else _describe_entries(self.entries, allocation.entries)
         removed = sum(record.removed_parameters for record in groups) + sum(e.removed_parameters for e in entries)
         return manifest.Manifest(
             model=manifest.ModelRecord(
@@ -91,10 +91,10 @@ class RunSetup(Setup):
                 asked_sparsity=self.budget.sparsity,
                 removed_parameters=removed,
                 met_sparsity=removed / self.budget.num_prunable,
-                rounding=budgets.describe_roundings(plan.list_left(self.groups), self.roundings),
+                rounding=budgets.describe_roundings(allocation.list_left(self.groups), self.roundings),
                 limit=budgets.describe_limit(self.recipe, self.num_parameters, left, count_weight_bytes(model)),
             ),
-            allocation=plan.record,
+            allocation=allocation.record,
             computed_in=describe_precision(model.dtype, self.recipe.precision, get_main_device()),
             memory_measure=context.measure,
             stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
@@ -125,7 +125,7 @@ def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages
     sizes, budget = budgets.find_budget(recipe, model, groups, roundings, entries)
     early = _allocate_early(recipe, model, sizes, budget)
     if early is not None:
-        budgets.check_widths(groups, early.kept, roundings)
+        budgets.check_widths(groups, early.num_keep, roundings)
     resolve_only, dropped = _list_resolve_only(recipe, model, groups), entries if budget.num_entries else None
     return Setup(recipe, groups, resolve_only, roundings, sizes, budget, dropped, early)
 

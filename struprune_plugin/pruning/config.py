@@ -53,12 +53,12 @@ class PruningConfig:
 class UnitAllocation:
     """Number of units that each group keeps.
 
-    :param kept: number of units by group name; those of kept entries of lists under their new names
+    :param num_keep: number of units by group name; those of kept entries of lists under their new names
     :param record: record of the allocation, for the manifest
     :param entries: kept entries, sorted, by the full name of their list; those of other lists all stay
     """
 
-    kept: Mapping[str, int]
+    num_keep: Mapping[str, int]
     record: AllocationRecord
     entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
 

@@ -5,7 +5,7 @@ For each group of coupled units of a layer, in the order of computation, with W 
 
 1. second moments of P and Y, as the groups and layers before have left them (``layerwise/statistics.py``)
 2. order of the units: first those whose loss the others make up best (``importance/``, ``linalg/elimination.py``); the last ones
-   of the order stay, as many as the plan says
+   of the order stay, as many as the allocation says
 3. new weights W_S on the kept inputs, ``argmin ||Y - W_S P_S||^2 + lambda ||W_S - W||^2`` (``linalg/solve.py``)
 4. the linears that produce the units lose rows, the consumer gets its new weights (``model/surgery.py``)
 """
@@ -36,13 +36,13 @@ from struprune_plugin.storage.resume_store import ResumeStore
 
 @dataclass(frozen=True)
 class Pruner:
-    """Pruner of a model; the plan holds the number of units that every group keeps.
+    """Pruner of a model; the allocation holds the number of units that every group keeps.
 
-    :param entries: entries of lists of modules of which the plan drops some
+    :param entries: entries of lists of modules of which the allocation drops some
     """
 
     config: PruningConfig
-    plan: UnitAllocation
+    allocation: UnitAllocation
     sensitivity: Sensitivity
     context: DeviceContext
     entries: ListEntries | None = None
@@ -71,8 +71,10 @@ class Pruner:
             if finished is None:
                 statistics.keep_groups(left)
                 changed, done = changed or len(left) < len(of_layer), list[GroupRecord]()
-                for stack in list_stacks(step.layer, left, statistics, self.plan.kept):
-                    changed = changed or any(self.plan.kept[group.name] < group.num_units for group in stack.groups)
+                for stack in list_stacks(step.layer, left, statistics, self.allocation.num_keep):
+                    changed = changed or any(
+                        self.allocation.num_keep[group.name] < group.num_units for group in stack.groups
+                    )
                     done += self.prune_stack(stack, changed, step.progress)
                 finished = FinishedLayer(done, changed)
                 if store is not None:
@@ -90,10 +92,10 @@ class Pruner:
         """Remove entries from the lists of a dense layer; return the remaining groups."""
         if self.entries is not None:
             for name, mixture in {group.output_name: group.mixture for group in groups}.items():
-                if name in self.plan.entries:
+                if name in self.allocation.entries:
                     with self.context.stage("surgery"):
-                        self.entries.drop(layer, mixture, self.plan.entries[name])
-        return self.plan.list_left(groups)
+                        self.entries.drop(layer, mixture, self.allocation.entries[name])
+        return self.allocation.list_left(groups)
 
     def prune_stack(self, stack: Stack, updates: bool, progress: str) -> list[GroupRecord]:
         """Remove units from the groups of a stack, in place, and update the remaining weights; return the groups' records.
@@ -115,7 +117,7 @@ class Pruner:
 
     def solve(self, stack: Stack, moments: Moments, updates: bool) -> Solution:
         """Damp the moments, rank the units, keep the last and solve the weights anew. The layer is not changed."""
-        config, num_keep = self.config, self.plan.kept[stack.group.name]  # the same number for all
+        config, num_keep = self.config, self.allocation.num_keep[stack.group.name]  # the same number for all
         problem = GroupProblem.pose(stack, moments, config.dampening_frac, self.sensitivity, config.sparsity)
         keep, basis = select_units(problem, num_keep, config)
         on_host, producers = self.context.to_host(keep), dict[str, Tensor]()

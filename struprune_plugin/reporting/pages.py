@@ -79,18 +79,18 @@ def _read_carried(base: str) -> dict[str, Any]:
 
     source = find_checkpoint(base) if base else None
     try:
-        found = ModelCard.load(source / CARD_NAME, ignore_metadata_errors=True).data.to_dict() if source else {}
-        return {key: found[key] for key in _CARRIED if key in found}
+        fields = ModelCard.load(source / CARD_NAME, ignore_metadata_errors=True).data.to_dict() if source else {}
+        return {key: fields[key] for key in _CARRIED if key in fields}
     except Exception:  # a card that is missing or broken raises errors of many classes and is ignored
         return {}
 
 
-def keep_results(folder: Path, found: Sequence[ResultRecord]) -> None:
+def keep_results(folder: Path, results: Sequence[ResultRecord]) -> None:
     """Add results to an output's manifest and card; a repeated measurement replaces the earlier one. An edited card stays."""
     card, manifest = folder / CARD_NAME, read_manifest(folder)
     is_edited = card.is_file() and card.read_bytes() != make_card(folder).encode()
     held = {result.name: result for result in manifest.evaluation}
-    for new in found:
+    for new in results:
         if new.dense is None and (old := held.get(new.name)):  # scored without the dense model this time
             new = replace(new, dense=old.dense, dense_stderr=old.dense_stderr)
         held[new.name] = new

@@ -133,17 +133,17 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
         facts.append((label, f"{', '.join(left)} in {len(records)} layers"))
     facts += [("widths", f"{describe_rounding(entry)}, {len(entry.modules)} modules") for entry in budget.rounding]
     if recovery := manifest.recovery:
-        told = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.1f} s"
-        facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {told}"))
+        spent = f"{recovery.steps} steps, {recovery.tokens_seen:,} tokens, {recovery.seconds:.1f} s"
+        facts.append(("recovery", f"LoRA rank {recovery.settings.get('adapters', {}).get('rank')}, {spent}"))
     if {"quantization_config", "layout"} <= {*read_saved_config(folder)}:  # its layers have inputs of odd widths
         why = "not with its CPU kernels, which run quantised models only in stock classes; set output: uniform"
         facts.append(("vLLM", why))
     if manifest.stages:
         *parts, whole = manifest.stages
-        told = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in parts)
+        by_stage = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in parts)
         peak = max(stage.peak_bytes or 0 for stage in manifest.stages)
-        told = f"{whole.seconds:.1f} s ({told})" + (f", peak {format_bytes(peak)} on the device" if peak else "")
-        facts.append(("took", told))
+        took = f"{whole.seconds:.1f} s ({by_stage})" + (f", peak {format_bytes(peak)} on the device" if peak else "")
+        facts.append(("took", took))
     return facts
 
 
@@ -193,15 +193,15 @@ def summarize_vocabulary(record: VocabularyRecord, folder: Path | None = None) -
         rows.append([f"{point.rows:,}", *shares, chosen])
     header = ["rows", "whole model", "held-out tokens, at most", "bits per byte, estimated", ""]
     curve = str(Table(header, rows))
-    told = [curve, format_facts([("trimmed from", record.base), *list_vocabulary_facts(record)])]
+    paragraphs = [curve, format_facts([("trimmed from", record.base), *list_vocabulary_facts(record)])]
     if folder is None:
-        return told
+        return paragraphs
     following = [
         (f"struprune eval {record.base} {folder}", "measures it in bits per byte"),
         (f"struprune prune {folder}", "prunes it"),
         (f"{folder / VOCABULARY_NAME}", "holds the old id of every new one (`kept`)"),
     ]
-    return [*told, f"wrote {folder}", format_facts(following)]
+    return [*paragraphs, f"wrote {folder}", format_facts(following)]
 
 
 def list_result_rows(results: Sequence[ResultRecord]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from helpers.models import make_dataset, run_oneshot
 from helpers.trials import read_texts, watch_trials
 
 from struprune_plugin import StruPruneModifier, read_manifest
-from struprune_plugin.allocation.candidates import bend_curves, list_blocks, propose_blocks
+from struprune_plugin.allocation.candidates import list_blocks, propose_blocks, scale_curves
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import RULES, Budget, GroupStatistics
 
@@ -53,7 +53,7 @@ def test_curves_that_are_wrong_for_a_block_are_bent_to_the_truth(truth):
     def measure(block):
         return sum(9.0 for _ in block) * (truth if block == (0, 2) else 1.0)
 
-    bent = bend_curves(told, SIZES, KEPT, {block: measure(block) for block in blocks})
+    bent = scale_curves(told, SIZES, KEPT, {block: measure(block) for block in blocks})
     factors = {name: float(bent[name].curve[0] / told[name].curve[0]) for name in told}
     ratio = factors["0.attention"] / factors["5.ffn"]
     assert 1 < (ratio if truth > 1 else 1 / ratio) <= max(truth, 1 / truth)  # towards the truth, not past it
@@ -61,17 +61,17 @@ def test_curves_that_are_wrong_for_a_block_are_bent_to_the_truth(truth):
 
     rule, budget = RULES.parse("error_curve"), Budget(0.3, 1440, 0.3, "none")
     before, after = rule.decide(SIZES, told, budget), rule.decide(SIZES, bent, budget)
-    assert (after.kept["0.attention"] > before.kept["0.attention"]) == (truth > 1)
+    assert (after.num_keep["0.attention"] > before.num_keep["0.attention"]) == (truth > 1)
 
 
 def test_blocks_that_show_nothing_change_nothing():
     told = make_statistics()
     blocks = list_blocks(SIZES, LAYERS)
-    bent = bend_curves(told, SIZES, dict.fromkeys(KEPT, 8), dict.fromkeys(blocks, 0.0))
+    bent = scale_curves(told, SIZES, dict.fromkeys(KEPT, 8), dict.fromkeys(blocks, 0.0))
     assert all(torch.equal(bent[name].curve, told[name].curve) for name in told)
 
 
-def test_plans_are_judged_on_sequences_that_no_block_was_tried_on(opt, tmp_path, monkeypatch):
+def test_candidates_are_judged_on_sequences_that_no_block_was_tried_on(opt, tmp_path, monkeypatch):
     seen = watch_trials(monkeypatch)
     recipe = StruPruneModifier(sparsity=0.3, allocation={"rule": "error_curve", "trial_samples": 2})
     run_oneshot(str(opt), recipe, make_dataset(16), num_calibration_samples=16, output_dir=str(tmp_path / "out"))

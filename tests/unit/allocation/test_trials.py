@@ -69,11 +69,11 @@ def test_a_divergence_is_that_of_the_model_with_these_columns_gone(family, save_
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     (batch,) = held
     assert len(batch["input_ids"]) == 2  # of three held out the first is for blocks of modules
-    for kept, divergence in zip(trial.plans, found, strict=True):
+    for kept, divergence in zip(trial.candidates, found, strict=True):
         pruned = copy.deepcopy(dense)
         for group in trial.groups:
             linear = find_linear(pruned.get_submodule(group.layer_name), group.consumer)
-            order = trial.fit.measured[group.name].order[: group.num_units - kept[group.name]]
+            order = trial.measured.statistics[group.name].order[: group.num_units - kept[group.name]]
             weight = group.to_unit_order(linear.weight.data)
             gone = unit_columns(order, group.columns_per_unit)
             linear.weight.data = group.to_module_order(weight.index_fill(1, gone, 0))
@@ -95,8 +95,8 @@ def test_the_plan_of_least_divergence_is_taken_and_the_manifest_says_so(opt, tmp
     record = read_manifest(tmp_path / "out")
     names = list(record.allocation.tried)
     assert (names[0], record.allocation.taken) == ("error_curve", names[1])
-    assert {group.name: group.kept for group in record.groups} == dict(trial.plans[1])
-    uniform = trial.plans[names.index("uniform")]
+    assert {group.name: group.kept for group in record.groups} == dict(trial.candidates[1])
+    uniform = trial.candidates[names.index("uniform")]
     for kind in ("ffn", "value_channels"):  # what the rounding leaves over goes to the first
         assert len({uniform[group.name] for group in trial.groups if group.kind == kind}) <= 2
 
@@ -109,8 +109,8 @@ def test_moments_kept_from_the_allocation_pass_give_what_a_pass_anew_gives(famil
         prune(folder)
     for (kept, _, found), (anew, _, again) in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         assert found == again
-        assert kept.fit.moments
-        assert anew.fit.moments is None
+        assert kept.measured.moments
+        assert anew.measured.moments is None
 
 
 def test_moments_are_kept_only_where_the_host_has_room(opt):

@@ -28,12 +28,10 @@ _OUT = "folder to write; it appears when it is complete"
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
 _CHECKPOINT = "folder for finished layers; after an interruption, the same command continues"
 _PAGE = "page to write [default: OUT.html beside the folder]"
-_POINTS = "folder for the models, JSON and a picture"
 _RANKED = "text like that which the model will read, e.g. FILE.jsonl or c4"
 _TRIMMED = "folder to write; it appears when it is complete [default: show the plan, write nothing]"
 _GROWTH = "for auto: estimated growth of the bits of held-out text"
 _UNUSED = "whether added tokens for later use, e.g. <unused12>, stay"
-_PLOT = "also draw the curve (needs matplotlib)"
 _WANTED = "also name the smallest model within this loss, e.g. '+5% perplexity'"
 
 
@@ -150,7 +148,7 @@ def trim(
     text_column: Annotated[str, opt.option("--text-column", "column of the text in --text", "NAME")] = "text",
     trust_remote_code: opt.TrustRemoteCode = False,
     overwrite: opt.Overwrite = False,
-    plot: Annotated[Path | None, opt.option("--plot", _PLOT, "FILE.svg")] = None,
+    plot: Annotated[Path | None, opt.option("--plot", "also draw the curve (needs matplotlib)", "FILE.svg")] = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -283,7 +281,7 @@ def recipes(as_json: opt.Json = False, quiet: opt.Quiet = False) -> None:
 
 def sweep(
     model: opt.Model,
-    output: Annotated[Path, opt.option("--output", _POINTS, "DIR")],
+    output: Annotated[Path, opt.option("--output", "folder for the models, JSON and a picture", "DIR")],
     sparsity: Annotated[str, opt.option("--sparsity", "a range, or 0.2,0.4", "A:B:STEP")] = "0.1:0.6:0.1",
     recipe: opt.RecipeName = "struprune",
     pick: Annotated[str | None, opt.option("--pick", _WANTED, "LOSS")] = None,

@@ -31,17 +31,15 @@ def _read_share(text: str) -> float:
 Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder", exists=True, file_okay=False)]
-_RECIPE = "recipe: a YAML file, or a name that `struprune recipes` lists"
-RecipeName = Annotated[str, option("--recipe", _RECIPE, "R")]
+RecipeName = Annotated[str, option("--recipe", "recipe: a YAML file, or a name that `struprune recipes` lists", "R")]
 Seed = Annotated[int, option("--seed", "seed of all random choices", "N", min=0, max=2**32 - 1)]
 Dtype = Annotated[Floats, option("--dtype", "dtype that the model is loaded in")]
 Overwrite = Annotated[bool, option("--overwrite", "replace an earlier output")]
 TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code that comes with the model")]
 
-_SIZE = "rows that stay: a share, a number, or auto"
 _LANGUAGE = "languages whose common words count beside the text, e.g. en,de (needs wordfreq)"
 _WORDS = "file of common words, one per line, with or without a count"
-Vocabulary = Annotated[str, option("--vocabulary", _SIZE, "N")]
+Vocabulary = Annotated[str, option("--vocabulary", "rows that stay: a share, a number, or auto", "N")]
 _FIRST = "first remove tokens that --data does not need, as `struprune trim` does: a share or a number of rows, or auto"
 SmallVocabulary = Annotated[str | None, option("--vocabulary", _FIRST, "N")]
 Language = Annotated[str | None, option("--language", _LANGUAGE, "L")]
@@ -81,9 +79,8 @@ IncludePath = Annotated[Path | None, option("--include-path", _FOLDER, "DIR", _S
 Limit = Annotated[int | None, option("--limit", "examples per task [default: all]", "N", _SCORING, min=1)]
 
 _OUTPUT = "Output"
-_JSON = "print the results as JSON, and nothing else on stdout"
 _QUIET = "print only results and errors: no progress bars, no warnings"
-Json = Annotated[bool, option("--json", _JSON, panel=_OUTPUT)]
+Json = Annotated[bool, option("--json", "print the results as JSON, and nothing else on stdout", panel=_OUTPUT)]
 Quiet = Annotated[bool, option("--quiet", _QUIET, panel=_OUTPUT)]
 
 

@@ -35,10 +35,10 @@ def run_points(
     scores = _read_scores(folder, settings)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def keep() -> None:
+    def save() -> None:
         write_whole(folder / FILE_NAME, json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n")
 
-    keep()  # marks the folder as this sweep's
+    save()  # marks the folder as this sweep's
     points, refused = {f"{sparsity:g}": sparsity for sparsity in sparsities}, dict[str, str]()
     for name in tqdm([name for name in (*points, DENSE) if name not in scores], desc="sweep"):
         try:
@@ -50,7 +50,7 @@ def run_points(
             refused[name] = str(error)
             continue
         scores[name] = score(settings["model"] if name == DENSE else str(folder / name))
-        keep()
+        save()
     return {name: scores[name] for name in (DENSE, *points) if name in scores}, refused
 
 

@@ -23,6 +23,7 @@ from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_
 from struprune_plugin.reporting import tables
 from struprune_plugin.storage.files import format_bytes, own_folder, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
+from struprune_plugin.storage.vocabulary_record import carry_record
 
 _OUT = "folder to write; it appears when it is complete"
 _OFFLOAD = "folder for weights that do not fit in memory, during the run"
@@ -224,7 +225,7 @@ def convert(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Convert a pruned folder to another form, for stock classes or other engines. The model's outputs stay the same.
+    """Convert a pruned or trimmed folder to another form, for stock classes or other engines. The model's outputs stay the same.
 
     uniform-padded: all layers padded with zeros to the largest, for stock classes. gguf: one file for llama.cpp (LLaMA only).
     """
@@ -237,6 +238,7 @@ def convert(
     with write_folder(output, overwrite, [path]) as partial:
         convert_folder(path, to, partial, trust_remote_code)
         carry_manifest(path, partial)
+        carry_record(path, partial)
         write_card(partial)
     size = tables.measure_weight_bytes(output)
     record = {"output": output, "form": to, "bytes": size}

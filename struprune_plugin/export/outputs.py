@@ -121,6 +121,8 @@ class UniformOutput(PerLayerOutput):
 class UniformPadded:
     """All layers padded with zeros to the largest; stock classes load it."""
 
+    takes_stock = False  # whether a folder of a stock class can be converted, too
+
     def check(self, config: Any, source: Path) -> None:
         """Raise ValueError where a folder cannot be converted.
 
@@ -140,11 +142,13 @@ class UniformPadded:
 class GGUF(UniformPadded):
     """One file for llama.cpp with per-layer FFN widths and heads, values padded to the width of keys."""
 
+    takes_stock = True  # llama.cpp's converter knows no trimmed vocabulary
+
     def check(self, config: Any, source: Path) -> None:
         check_gguf(config, source / "tokenizer.json")
 
     def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
-        config = make_dense_config(model.config)
+        config = _find_dense(model.config)
         _grow_resized(model)
         grow_padded(model)
         check_room([("output_dir", output, count_weight_bytes(model))])
@@ -166,7 +170,7 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
         loaded; or it is not whole
     """
     config = read_config(str(source), trust_remote_code=trust_remote_code)  # refuses in its own words
-    if not is_pruned(type(config)):
+    if not (is_pruned(type(config)) or CONVERSIONS[form].takes_stock):
         name = (config.architectures or [type(config).__name__])[0]
         raise ValueError(
             f"{source}: must be a pruned folder in the per-layer form, got a stock {name}. It loads as it is, without a "
@@ -176,9 +180,14 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
         raise ValueError(
             f"{source}: must not be quantised, got a quantised model. Convert first, and quantise afterwards."
         )
-    CONVERSIONS[form].check(make_dense_config(config), source)
+    CONVERSIONS[form].check(_find_dense(config), source)
     model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)
     CONVERSIONS[form].write(model, source, output)
+
+
+def _find_dense(config: Any) -> Any:
+    """Return the stock configuration of a model, pruned or not."""
+    return make_dense_config(config) if is_pruned(type(config)) else config
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:

@@ -58,6 +58,12 @@ def write_record(record: VocabularyRecord, folder: Path) -> None:
     write_whole(folder / VOCABULARY_NAME, record.model_dump_json() + "\n")
 
 
+def carry_record(source: Path, folder: Path) -> None:
+    """Write the record of a folder, if it has one, into another."""
+    if (record := read_record(source)) is not None:
+        write_record(record, folder)
+
+
 def read_record(folder: str | Path) -> VocabularyRecord | None:
     """Return the record of a folder, None if its vocabulary is whole.
 

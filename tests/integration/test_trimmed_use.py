@@ -57,13 +57,17 @@ def test_it_is_pruned_and_quantised(trimmed, tmp_path):
     assert model(ids).logits.isfinite().all()
 
 
-def test_gguf_holds_the_tokens_that_stay(trimmed, tmp_path):
+@pytest.mark.parametrize("pruned", [False, True])
+def test_gguf_holds_the_tokens_that_stay(trimmed, pruned, tmp_path):
     gguf = pytest.importorskip("gguf")
-    oneshot(trimmed, FAST, tmp_path / "out", **TEXT)
-    assert cli.main(["convert", str(tmp_path / "out"), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 0
+    if pruned:
+        oneshot(trimmed, FAST, tmp_path / "out", **TEXT)
+    source = tmp_path / "out" if pruned else trimmed
+    assert cli.main(["convert", str(source), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 0
     reader, tokenizer = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf"), AutoTokenizer.from_pretrained(trimmed)
     written = reader.get_field("tokenizer.ggml.tokens").contents()
     assert written == tokenizer.convert_ids_to_tokens(range(448))
     assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == tokenizer.eos_token_id
     (table,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
     assert [*table.shape] == [64, 448]
+    assert "vocabulary" in (tmp_path / "gguf" / "README.md").read_text()

@@ -10,9 +10,13 @@ import torch
 from datasets import Dataset
 from helpers.check_outputs import SAME, TOLERANCE, WAYS, is_right, load
 from helpers.models import ROOT, make_dataset, run_oneshot, save_model, save_wide_llama
+from helpers.tokenizers import make_tokenizer
+from helpers.tokenizers import save_model as save_tokenized
 from safetensors.torch import save_file
 
 from eval.coverage import make_config
+from struprune_plugin import trim_vocabulary
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 
 FIXED = ("5.15.0", "5.20.2", "5.24.0")  # `make test` installs them beside the environment's own
@@ -23,7 +27,7 @@ OUTPUTS = {
     **{name: (name, "value_channels") for name in ("qwen3_moe", "gpt_oss", "gemma3")},
 }
 DEEP = ("qwen3_5_text", "gemma3")  # layers of two kinds, of which the second comes late
-QUANTISED = "llama quantised"
+QUANTISED, TRIMMED = "llama quantised", "llama trimmed"
 RECIPE = """
 pruning_stage:
   pruning_modifiers:
@@ -50,7 +54,10 @@ def outputs(tmp_path_factory):
     dense, out = save_wide_llama(place / "wide"), place / QUANTISED
     run_oneshot(str(dense), RECIPE, dataset=make_dataset(8), output_dir=str(out))
     remember(dense, out, torch.arange(5, 16)[None])
-    return {**made, QUANTISED: (dense, out)}
+    whole = save_tokenized(place / "whole", make_tokenizer("byte_level", 600))
+    trim_vocabulary(whole, place / TRIMMED, DEMO_CALIBRATION, vocabulary=448)
+    remember(whole, place / TRIMMED, torch.arange(5, 16)[None])
+    return {**made, QUANTISED: (dense, out), TRIMMED: (whole, place / TRIMMED)}
 
 
 @torch.no_grad()
@@ -81,7 +88,7 @@ def answers(request, outputs, tmp_path_factory):
     return dict(zip(outputs, said, strict=True))
 
 
-@pytest.mark.parametrize("name", [*OUTPUTS, QUANTISED])
+@pytest.mark.parametrize("name", [*OUTPUTS, QUANTISED, TRIMMED])
 def test_outputs_are_right_in_this_version(answers, name):
     pruned = answers[name]
     if is_right(pruned):

@@ -148,28 +148,15 @@ def find_budget(
     :raises ValueError: a method does not support the budget; it cannot be met
     """
     sizes = measure_groups([group for group in groups if not group.unit.drops_entries], roundings)
-    asked, sparsity = modifier.budget, modifier.sparsity or 0.0
     named = [kind.kind for kind in modifier.list_units()]
     num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures, named)
     weighed = "none" if modifier.sensitivity is None else "fisher"
-    if asked is not None:
-        dense, size = count_parameters(model), 1
-        limit = asked.find_limit(dense)
-        if asked.name == "bytes":
-            dense, size = count_weight_bytes(model), model.dtype.itemsize
-        sparsity = max(dense - limit, 0) / size / num_prunable
-        removable = sum(one.max_removable for one in sizes) + (entries.max_removable if entries else 0)
-        least = dense - size * removable
-        if limit < least:
-            raise ValueError(
-                f"budget.{asked.name}: must be at least {least:,}, what stays if all removable units go, got {limit:,}. Raise it, "
-                "prune more kinds of units, or let rows of the vocabulary go first (`--vocabulary auto`)."
-            )
-        if limit >= dense and asked.name == "parameters":
-            raise ValueError(
-                f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
-                "if rows of the vocabulary alone meet it, use `struprune trim`."
-            )
+    removable = sum(one.max_removable for one in sizes) + (entries.max_removable if entries else 0)
+    sparsity = (
+        (modifier.sparsity or 0.0)
+        if modifier.budget is None
+        else (_count_to_remove(modifier.budget, model, removable) / num_prunable)
+    )
     num_entries = 0
     if entries is None:
         share = find_group_sparsity(sizes, num_prunable, sparsity)
@@ -182,6 +169,30 @@ def find_budget(
             f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
         )
     return sizes, Budget(sparsity, num_prunable, share, weighed, num_entries)
+
+
+def _count_to_remove(budget: BudgetConfig, model: PreTrainedModel, removable: int) -> float:
+    """Return the parameters to remove for a budget of parameters or bytes.
+
+    :param removable: parameters that can go
+    :raises ValueError: the budget cannot be met, or asks for nothing
+    """
+    dense, size = count_parameters(model), 1
+    limit = budget.find_limit(dense)
+    if budget.name == "bytes":
+        dense, size = count_weight_bytes(model), model.dtype.itemsize
+    least = dense - size * removable
+    if limit < least:
+        raise ValueError(
+            f"budget.{budget.name}: must be at least {least:,}, what stays if all removable units go, got {limit:,}. Raise it, "
+            "prune more kinds of units, or let rows of the vocabulary go first (`--vocabulary auto`)."
+        )
+    if limit >= dense and budget.name == "parameters":
+        raise ValueError(
+            f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
+            "if rows of the vocabulary alone meet it, use `struprune trim`."
+        )
+    return max(dense - limit, 0) / size
 
 
 def fix_budgets(modifiers: Sequence[Modifier], num_parameters: int) -> None:
@@ -204,6 +215,5 @@ def describe_limit(modifier: StructuredModifier, whole: int, left: int, held: in
     budget = modifier.budget
     if budget is None:
         return None
-    return LimitRecord(
-        budget.name, float(budget.find_limit(whole)), float(left if budget.name == "parameters" else held)
-    )
+    planned = left if budget.name == "parameters" else held
+    return LimitRecord(budget.name, float(budget.find_limit(whole)), float(planned))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.export.outputs import OUTPUTS
-from struprune_plugin.export.rehearsal import rehearse, rehearse_with_mixtures
+from struprune_plugin.export.rehearsal import rehearse_with_mixtures
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.surgery import check_sliceable
@@ -35,7 +35,7 @@ from struprune_plugin.storage import manifest
 class Setup:
     """What a recipe comes to on a model, known from its shapes: neither weights nor data are read."""
 
-    recipe: PruningFields  # as it runs: completed by an allocator's, without experts that failed the rehearsal
+    recipe: PruningFields  # as it runs: completed by an allocator's, without kinds that failed the rehearsal
     groups: Sequence[UnitGroup]  # to prune, in the order in which the model computes them
     resolve_only: Sequence[UnitGroup]  # they keep all units
     roundings: dict[str, budgets.Rounding]  # of kept counts, by group name
@@ -47,10 +47,10 @@ class Setup:
     def count_removed(self) -> int:
         """Return the parameters that go; how they spread over the layers may need calibration data, their sum does not."""
         num_keep = (self.early or allocate_uniformly(self.sizes, self.budget)).num_keep
-        removed = sum(
-            (group.num_units - num_keep.get(group.name, group.num_units)) * group.unit_cost for group in self.groups
-        )
-        return removed + (self.entries.count_removed(self.budget.num_entries) if self.entries else 0)
+        removed = 0 if self.entries is None else self.entries.count_removed(self.budget.num_entries)
+        for group in self.groups:
+            removed += (group.num_units - num_keep.get(group.name, group.num_units)) * group.unit_cost
+        return removed
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,9 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
 def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
     """Return the recipe without units of mixtures whose removal fails in the rehearsal, as the log says."""
     kinds = recipe.list_units()
-    if not recipe.prunes_mixtures:
-        rehearse(model, kinds)
-    elif not rehearse_with_mixtures(model, kinds):
-        return recipe.take_units([kind for kind in kinds if not kind.of_mixture])
-    return recipe
+    if rehearse_with_mixtures(model, kinds):
+        return recipe
+    return recipe.take_units([kind for kind in kinds if not kind.of_mixture])
 
 
 def _find_entries(
@@ -199,15 +197,13 @@ def _list_resolve_only(
         return []
     kinds, chosen = recipe.list_units(), {group.name for group in groups}
     named = {kind.kind for kind in kinds}
-    kinds += [kind for kind in list_kinds() if not kind.is_mixer and kind.kind not in named]
+    kinds += [kind for kind in list_kinds() if not (kind.is_mixer or kind.of_mixture or kind.kind in named)]
     beside = [g for g in list_groups(model, kinds, recipe.targets, recipe.ignore) if not g.mixture]
     return [g for g in beside if g.name not in chosen and (g.layer_name, g.join.block) in blocks]
 
 
 def _describe_entries(entries: ListEntries, keep: Mapping[str, Sequence[int]]) -> list[manifest.EntriesRecord]:
     """Return the manifest's records of the kept entries."""
-    records = []
-    for (name, groups), cost in zip(entries.lists.items(), entries.costs, strict=True):
-        index, count, kept = groups[0].layer_index, len(groups), [*keep[name]]
-        records.append(manifest.EntriesRecord(name, index, count, kept, (count - len(kept)) * cost, entries.label))
-    return records
+    lists = [(name, groups[0].layer_index, len(groups), [*keep[name]]) for name, groups in entries.lists.items()]
+    costs = [(count - len(kept)) * cost for (*_, count, kept), cost in zip(lists, entries.costs, strict=True)]
+    return [manifest.EntriesRecord(*one, cost, entries.label) for one, cost in zip(lists, costs, strict=True)]

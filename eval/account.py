@@ -155,14 +155,14 @@ class CountedContext(DeviceContext):
         return self.live.move(tensor, to_host=False)
 
     @contextmanager
-    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
+    def apply_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
         caches = {id(cache) for module in (*embeddings, head) for cache in (module._parameters, module._buffers)}
         self.live.host_caches |= caches
 
         def enter(_module: nn.Module, args: tuple) -> tuple:
             return (self.live.move(args[0], to_host=True), *args[1:])
 
-        with super().keep_on_host(embeddings, head), head.register_forward_pre_hook(enter):
+        with super().apply_on_host(embeddings, head), head.register_forward_pre_hook(enter):
             yield
         self.live.host_caches -= caches
 

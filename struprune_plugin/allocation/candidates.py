@@ -112,9 +112,9 @@ class Trial:
             before, path = paths[place], list[States]()
             with replace_weights(step.layer, new):
                 for call, states in zip(calls, before or [call.states for call in calls], strict=True):
-                    path.append(call.run(step.layer, self.context, states).map(self.context.park))
+                    path.append(call.run(step.layer, self.context, states).map(self.context.offload))
             for states in before:
-                self.context.release(states.hidden)
+                self.context.discard(states.hidden)
             paths[place] = path
 
     def _solve_layer(
@@ -165,7 +165,7 @@ class Trial:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
 
         :param kept: mask of the tokens that count, shape [tokens], bool
-        :param finals: hidden states of the last layer for the whole batch, parked
+        :param finals: hidden states of the last layer for the whole batch, offloaded
         """
 
         def compute(final: Tensor) -> Tensor:

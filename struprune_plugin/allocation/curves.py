@@ -58,7 +58,8 @@ class CurveMeasurer:
     def measure(self, batches: Batches, groups: Sequence[UnitGroup], keeps_moments: bool) -> DenseMeasurements:
         """Return the statistics of every group and, for trials on the same batches, its moments, if they are kept."""
         measured, stored = dict[str, GroupStatistics](), dict[str, tuple[Moments, int]]()
-        statistics, park = LayerStatistics(TARGETS["local"], self.context), partial(self.context.park, what="moments")
+        statistics = LayerStatistics(TARGETS["local"], self.context)
+        offload = partial(self.context.offload, what="moments")
         with calibrating(self.model):
             for step in stream_layers(self.model, batches, self.context, "error curves"):
                 selected = select_groups(groups, step.name)
@@ -66,8 +67,8 @@ class CurveMeasurer:
                 for stack in list_stacks(step.layer, selected, statistics):
                     moments = stack.collect_moments("statistics")
                     if keeps_moments:
-                        parked = replace(moments, all=move_moments(moments.all, park))
-                        stored |= {name: (parked, index) for index, name in enumerate(stack.names)}
+                        offloaded = replace(moments, all=move_moments(moments.all, offload))
+                        stored |= {name: (offloaded, index) for index, name in enumerate(stack.names)}
                     described = compute_on_rank0(
                         partial(self._describe, stack, moments), list[GroupStatistics], torch.device("cpu")
                     )

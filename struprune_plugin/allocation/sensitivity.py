@@ -55,7 +55,7 @@ def measure_sensitivity(
         with context.stage("sensitivity"), DisableQuantization(model):
             fisher = measure_fisher(model, loader, groups, samples, context)
             for name in list(fisher):
-                roots[name] = context.park(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
+                roots[name] = context.offload(sqrt_psd(context.to_solver(fisher.pop(name))), "fisher")
     return Sensitivity(roots, saliency)
 
 
@@ -89,25 +89,25 @@ def measure_fisher(
         for batches in _fit_batches(model, parts, context):
             flows = enter_batches(model, batches, context)
             for index, _, layer, following in tqdm(list(walk_layers(model)), desc="sensitivity, forward"):
-                with torch.no_grad(), context.hold(layer, following):
+                with torch.no_grad(), context.onload_layer(layer, following):
                     for flow in flows:
                         flow.advance(index, layer, context)
             with disable_offloading():
                 for flow in flows:
-                    num_tokens = _turn_round(model, flow, before, context)
+                    num_tokens = _run_head_backward(model, flow, before, context)
                     finite = finite and num_tokens is not None
                     before, counted = before + len(flow.batch["input_ids"]), counted + (num_tokens or 0)
             if not finite:
                 break
             for index, name, layer, following in tqdm(list(walk_layers(model, True)), desc="sensitivity, backward"):
-                with context.hold(layer, following):
+                with context.onload_layer(layer, following):
                     _run_backward(layer, index, select_groups(groups, name), flows, sums, context)
     counts = gather((counted, finite))
     if not all(row[1] for row in counts):
         return {}
     total = sum(row[0] for row in counts)
     for name, part in sums.items():
-        sums[name] = context.park(sum_over_ranks(context.to_solver(part)).div_(total), "fisher")
+        sums[name] = context.offload(sum_over_ranks(context.to_solver(part)).div_(total), "fisher")
     return sums
 
 
@@ -120,7 +120,7 @@ def _fit_batches(
         item = model.dtype.itemsize
     on_host = _HELD * min(count_parameters(model) * item, psutil.virtual_memory().available)
     each = len(find_decoder_layers(model)) * read_hidden_size(model) * item
-    most, taken = context.resident.get("states", on_host) / each, list[dict[str, Tensor]]()
+    most, taken = context.on_device.get("states", on_host) / each, list[dict[str, Tensor]]()
     for part in parts:
         if taken and sum(batch["input_ids"].numel() for batch in [part, *taken]) > most:
             yield taken
@@ -130,7 +130,7 @@ def _fit_batches(
         yield taken
 
 
-def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int | None:
+def _run_head_backward(model: PreTrainedModel, flow: BatchFlow, first: int, context: DeviceContext) -> int | None:
     """Store the gradient of -log p(y), y drawn from p, at the last layer's output. Return the number of scored tokens, None where
     that output is not finite.
 
@@ -168,7 +168,7 @@ def _turn_round(model: PreTrainedModel, flow: BatchFlow, first: int, context: De
             inputs.backward(gradient)
             del logits, above, seen["outputs"]
     assert hidden.grad is not None
-    flow.above = [context.park(hidden.grad)]
+    flow.above = [context.offload(hidden.grad)]
     return int(valid.sum())
 
 
@@ -213,7 +213,7 @@ def _run_backward(
             stack.callback(layer.get_submodule(module).register_forward_hook(partial(see_norm, name)).remove)
         for flow in flows:
             call = flow.calls[index]
-            flow.turn_back(index, layer, context)
+            flow.run_backward(index, layer, context)
             for name in watched:
                 output = outputs.pop(name)
                 gradients = torch.zeros_like(output) if output.grad is None else output.grad
@@ -225,4 +225,4 @@ def _run_backward(
                     gram = context.to_solver(multiply_by_itself(gradients[rows].float())).double()
                     sums[name] = sums[name].add_(gram) if name in sums else gram
     for name in watched:
-        sums[name] = context.park(sums[name], "fisher")
+        sums[name] = context.offload(sums[name], "fisher")

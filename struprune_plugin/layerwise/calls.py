@@ -128,22 +128,22 @@ def split_call(args: tuple, kwargs: dict[str, Any]) -> tuple[str, Tensor, dict[P
 
 
 def store(value: Any, known: Any, context: DeviceContext, seen: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """Return a tensor, or a tuple, list or mapping of tensors, parked; equal tensors of ``known`` are reused.
+    """Return a tensor, or a tuple, list or mapping of tensors, offloaded; equal tensors of ``known`` are reused.
 
     :param known: stored value of the same form, or another
-    :param seen: (tensor, the parked one) by id, for tensors that were met before
+    :param seen: (tensor, the offloaded one) by id, for tensors that were met before
     """
     others = iter(list_tensors(known))
 
-    def hold(tensor: Tensor) -> Tensor:
+    def offload(tensor: Tensor) -> Tensor:
         other = next(others, tensor.new_empty(0))
         if id(tensor) not in seen:
             fits = other.shape == tensor.shape and other.dtype == tensor.dtype
             is_known = fits and torch.equal(context.to_device(other, tensor.device), tensor)
-            seen[id(tensor)] = tensor, other if is_known else context.park(tensor)
+            seen[id(tensor)] = tensor, other if is_known else context.offload(tensor)
         return seen[id(tensor)][1]
 
-    return map_tensors(hold, value)
+    return map_tensors(offload, value)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

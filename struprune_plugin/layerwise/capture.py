@@ -129,13 +129,13 @@ def keep_outputs(layer: nn.Module, names: Iterable[str], call: LayerCall, contex
     call.known.clear()
     dtype = call.hidden.dtype
 
-    def hold(part: Tensor) -> Tensor:
+    def store(part: Tensor) -> Tensor:
         is_wide = dtype in context.widened and part.dtype is torch.float32
-        return context.park(part.to(dtype) if is_wide else part.clone())
+        return context.offload(part.to(dtype) if is_wide else part.clone())
 
     def keep(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
         if len(list_tensors(output)) == 1:  # attention maps are large, and no layer reads them
-            call.known.setdefault(name, []).append(map_tensors(hold, output))
+            call.known.setdefault(name, []).append(map_tensors(store, output))
 
     with ExitStack() as stack:
         for name in () if any(isinstance(value, MutableMapping) for value in call.arguments.values()) else names:
@@ -160,7 +160,7 @@ def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterato
             stack.enter_context(patch_attr(layer.get_submodule(name), "forward", partial(forward, outputs)))
         yield
     for part in held:
-        context.release(part)
+        context.discard(part)
     call.known.clear()
 
 

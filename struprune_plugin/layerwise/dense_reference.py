@@ -64,18 +64,18 @@ class DenseReference:
         plain, before = [group for group in groups if not group.mixture], self._states.get(index)
         mixture = next((group for group in groups if self._repairs(group)), None)
         with record(layer, plain if mixture is None else [*plain, mixture]) as tensors:
-            self._states[index] = call.run(layer, self._context, before).map(self._context.park)
+            self._states[index] = call.run(layer, self._context, before).map(self._context.offload)
         if before is not None:
-            self._context.release(before.hidden)
+            self._context.discard(before.hidden)
         for group in plain:
             if not self._repairs(group):  # for which the stream after the sum is stored
                 if self._is_residual(group):
                     wanted = tensors.read_added(group) + tensors.read_residual(group)
                 else:
                     wanted = tensors.outputs[group.consumer].float()
-                self._wanted[group.name, index] = self._context.park(wanted)
+                self._wanted[group.name, index] = self._context.offload(wanted)
         if mixture is not None:
-            self._wanted[mixture.join.block, index] = self._context.park(tensors.read_sum(mixture))
+            self._wanted[mixture.join.block, index] = self._context.offload(tensors.read_sum(mixture))
 
     def find_target(self, group: UnitGroup, tensors: ModuleTensors, index: int) -> tuple[Tensor, Tensor | None]:
         """Return a consumer's target, shape [tokens, d], float32, on the device, and factors on the tokens' errors, None for ones.
@@ -98,7 +98,7 @@ class DenseReference:
                 )
             held = self._wanted.pop(key)
             wanted = self._context.to_device(held, now.device)
-            self._context.release(held)
+            self._context.discard(held)
             if self._is_residual(group):
                 wanted = wanted - tensors.read_residual(group)
                 if group.join.normalizer:  # to first order, what the norm is to give more
@@ -128,7 +128,7 @@ class DenseReference:
         """Return what solves ask of a group on a batch: a share of the way from what it gives now to what is wanted."""
         asked = torch.lerp(now, wanted, share)
         if self._revisits:
-            self._asked[key] = self._context.park(asked)
+            self._asked[key] = self._context.offload(asked)
         return asked
 
     def repair_all(self, groups: Sequence[UnitGroup]) -> None:
@@ -144,7 +144,7 @@ class DenseReference:
         """Drop the layer's targets; its outputs become the next layer's inputs."""
         self._repairs_all = False
         for held in self._wanted.values():
-            self._context.release(held)
+            self._context.discard(held)
         self._wanted.clear()
         self._asked.clear()
 

@@ -24,7 +24,7 @@ from struprune_plugin.runtime.device_context import DeviceContext
 
 @dataclass
 class BatchFlow:
-    """Batch on its way through the layers; waiting tensors are parked.
+    """Batch on its way through the layers; waiting tensors are offloaded.
 
     :param calls: calls of all layers
     :param states: output states of the last layer that ran, or the inputs of the first
@@ -48,28 +48,28 @@ class BatchFlow:
         call = self.enter(index)
         with replay(layer, call, context):
             output = call.run(layer, context)
-        self.states = output.map(context.park)
+        self.states = output.map(context.offload)
         return call
 
-    def turn_back(self, index: int, layer: nn.Module, context: DeviceContext) -> None:
+    def run_backward(self, index: int, layer: nn.Module, context: DeviceContext) -> None:
         """Run a layer forward and backward; the gradients at its inputs replace those at its outputs; forget the call."""
         call, above = self.calls[index], self.above or []
         states = call.states.map(lambda part: context.to_device(part, call.device).detach())
         leaves = [leaf.requires_grad_() for leaf in states.list_learning()]
         with torch.enable_grad():
-            with context.save_on_host(layer):
+            with context.offload_saved(layer):
                 learning = call.run(layer, context, states).list_learning()[: len(above)]
             pairs = [(part, gradient) for part, gradient in zip(learning, above, strict=True) if part.requires_grad]
             parts, gradients = zip(*pairs, strict=True)
             torch.autograd.backward(parts, [context.to_device(gradient, call.device) for gradient in gradients])
         del learning, pairs, parts
-        self.above = [context.park(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in leaves]
+        self.above = [context.offload(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in leaves]
         self.forget(index, context)
 
     def forget(self, index: int, context: DeviceContext) -> None:
         """Release the tensors of a layer's call."""
         call = self.calls[index]
-        context.release(call.hidden)
+        context.discard(call.hidden)
         self.calls[index] = replace(call, hidden=call.hidden.new_empty(0), arguments={}, others={})
 
 
@@ -104,8 +104,8 @@ def enter_layers(
         other = known[len(calls)] if known else before
         stored = other.arguments if other else {}
         held = {place: store(value, stored.get(place), context, seen) for place, value in arguments.items()}
-        parked, shape = before.hidden if before else context.park(hidden), (sequences, length)
-        calls.append(LayerCall(parked, held, tokens, hidden.device, argument, wires=wires, shape=shape))
+        waiting, shape = before.hidden if before else context.offload(hidden), (sequences, length)
+        calls.append(LayerCall(waiting, held, tokens, hidden.device, argument, wires=wires, shape=shape))
         marks[:] = [hidden.detach(), *(hidden.new_empty(0) for _ in range(num_parts - 1))]
         return tuple(marks) if num_parts else marks[0]
 

@@ -85,7 +85,7 @@ def make_sums(
 
     :param device: device of the consumer's inputs; with ``offload`` the sums are on the host
     """
-    consumer, fetch = find_linear(layer, group.consumer), context.to_solver if context.offload else None
+    consumer, fetch = find_linear(layer, group.consumer), context.to_solver if context.solves_on_host else None
     sizes, device = (consumer.in_features, consumer.out_features), context.solve_device if fetch else device
     return [MomentSums(sizes, device, torch.float32, fetch) for _ in range(1 + hold_out)]
 

@@ -26,7 +26,7 @@ from struprune_plugin.model.layers import can_fuse_attention, find_decoder_layer
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.precision import Precision, describe_precision, find_widened
-from struprune_plugin.runtime.residence import hold_one_layer
+from struprune_plugin.runtime.residence import onload_one_layer
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LayerStep:
         for flow in tqdm(self.flows[batches], desc=f"{self.progress}calibration", leave=False):
             output = statistics.run_layer(self.layer, groups, flow.enter(self.index))
             if output is not None:
-                flow.states = output.map(statistics.context.park)
+                flow.states = output.map(statistics.context.offload)
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def stream_layers(
     """
     flows = enter_batches(model, batches, context)
     for index, name, layer, following in tqdm(list(walk_layers(model)), desc=progress, disable=not progress):
-        with context.hold(layer, following):
+        with context.onload_layer(layer, following):
             yield LayerStep(index, name, layer, flows)
             for flow in flows if propagates else ():
                 flow.advance(index, layer, context)
@@ -125,7 +125,7 @@ def enter_device_context(
         device = get_main_device()
         widened = find_widened(precision, device)
         stack.enter_context(compute_wide(model, widened))
-        stack.enter_context(hold_one_layer([layer for _, layer in find_decoder_layers(model)]))
+        stack.enter_context(onload_one_layer([layer for _, layer in find_decoder_layers(model)]))
         context = DeviceContext(offload)
         context.widened = widened
         logger.info(f"layers compute in {describe_precision(model.dtype, precision, device)}")
@@ -133,7 +133,7 @@ def enter_device_context(
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = model.get_output_embeddings()
             assert head is not None
-            stack.enter_context(context.keep_on_host(embeddings, head))
+            stack.enter_context(context.apply_on_host(embeddings, head))
         try:
             yield context
         except torch.OutOfMemoryError as error:

@@ -22,7 +22,7 @@ from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.locate import read_counts, read_numbers, read_padding
 from struprune_plugin.model.unit_kind import UnitGroup
-from struprune_plugin.runtime.residence import release_weights
+from struprune_plugin.runtime.residence import drop_onloaded
 
 
 def slice_group(
@@ -165,7 +165,7 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    release_weights(linear)  # llm-compressor would otherwise keep the old ones, of another size
+    drop_onloaded(linear)  # llm-compressor would otherwise keep the old ones, of another size
     with disable_onloading():
         old = linear.weight
     device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache itself places tensors

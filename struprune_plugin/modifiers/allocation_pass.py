@@ -113,7 +113,7 @@ class AllocationPass:
         hidden_size = read_hidden_size(self.model)
         groups = [group for group in self.setup.groups if not group.unit.drops_entries]
         if keeps_moments:
-            has_room = "moments" in context.resident or curves.can_keep_moments(groups, hidden_size)
+            has_room = "moments" in context.on_device or curves.can_keep_moments(groups, hidden_size)
             keeps_moments = all(gather(has_room))
         measurer = curves.CurveMeasurer(self.model, recipe.allocation, recipe.make_config(), sensitivity, context)
         return measurer.measure(batches, groups, keeps_moments)

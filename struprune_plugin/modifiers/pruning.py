@@ -68,7 +68,7 @@ class StruPruneModifier(PruningFields):
         assert setup is not None
         recipe = setup.recipe
         with enter_device_context(model, recipe.offload, recipe.precision) as context, context.stage("whole pass"):
-            context.resident = keep_on_device(model, setup, setup.batches)
+            context.on_device = keep_on_device(model, setup, setup.batches)
             allocation, sensitivity = AllocationPass(setup, model, context).decide(self._store)
             adopt_paddings(model, setup.groups)
             pruner = Pruner(recipe.make_config(self.reconstruct), allocation, sensitivity, context, setup.entries)

@@ -126,10 +126,10 @@ class ADMMRun:
                 here = AttentionSample(*(self.context.to_device(part, sample.inputs.device) for part in sample))
                 method = self.settings.attention_method
                 variables = admm_attention.initialize_attention_variables(here, weights, method)
-            self.states.append((self._park(sample), self._park(variables)))
+            self.states.append((self._offload(sample), self._offload(variables)))
 
-    def _park(self, tensors: Parts) -> tuple[Tensor, ...]:
-        return tuple(self.context.park(tensor, "variables") for tensor in tensors)
+    def _offload(self, tensors: Parts) -> tuple[Tensor, ...]:
+        return tuple(self.context.offload(tensor, "variables") for tensor in tensors)
 
     def _pick_tokens(self, visit: ConsumerBatch) -> Sample:
         """Return the tokens without padding, in float32."""
@@ -164,8 +164,8 @@ class ADMMRun:
         """
         settings, total, device = self.settings, 0.0, weights[-1].device
         moments = [make_moments(weight) for weight in weights]
-        for index, parked in enumerate(self.states):
-            sample, variables = (tuple(self.context.to_device(part, device) for part in parts) for parts in parked)
+        for index, waiting in enumerate(self.states):
+            sample, variables = (tuple(self.context.to_device(part, device) for part in parts) for parts in waiting)
             if not self.group.unit.is_mixer:
                 tokens = Sample(*sample)
                 if move:
@@ -179,7 +179,7 @@ class ADMMRun:
                     moments, sequence, variables, maps, weights, settings, max(self.dampening_frac, 1e-6)
                 )
             if move:
-                self.states[index] = parked[0], self._park(variables)
+                self.states[index] = waiting[0], self._offload(variables)
         used = weights
         if move:
             names = [*(name for name, count in self.counts.items() for _ in range(count)), self.group.consumer]

@@ -235,9 +235,9 @@ class AdapterTraining:
         flows = self._run_layers(samples)
         loss = self._run_heads(flows, learns=True)
         for index, _, layer, following in walk_layers(self.model, backward=True):
-            with self.context.hold(layer, following):
+            with self.context.onload_layer(layer, following):
                 for flow in flows:
-                    flow.turn_back(index, layer, self.context)
+                    flow.run_backward(index, layer, self.context)
         return loss
 
     def measure(self, samples: Sequence[Tensor], step: int = 0) -> float:
@@ -251,7 +251,7 @@ class AdapterTraining:
         batches = [{"input_ids": batch} for batch in make_micro_batches(samples, self.micro_size)]
         flows = enter_batches(self.model, batches, self.context)
         for index, _, layer, following in walk_layers(self.model):
-            with torch.no_grad(), self.context.hold(layer, following):
+            with torch.no_grad(), self.context.onload_layer(layer, following):
                 for flow in flows:
                     flow.advance(index, layer, self.context)
         return flows
@@ -270,7 +270,7 @@ class AdapterTraining:
                         loss.backward()
                     total += loss.item()
                 if hidden.grad is not None:
-                    flow.above = [context.park(hidden.grad)]
+                    flow.above = [context.offload(hidden.grad)]
         return total
 
     def _check_finite(self, value: float, step: int) -> None:

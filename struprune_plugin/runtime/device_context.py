@@ -12,7 +12,7 @@ from compressed_tensors.offload import disable_offloading
 from llmcompressor.utils.dev import get_main_device
 from torch import Tensor, nn
 
-from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, release_weights, stay_on_host
+from struprune_plugin.runtime.residence import HostBuffers, WeightsAhead, drop_onloaded, read_on_host
 
 
 @dataclass
@@ -26,17 +26,17 @@ class StageRecord:
 class DeviceContext:
     """Placement of a run's tensors, moves between device and host, and a record of the stages.
 
-    :ivar offload: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the next
-        layer's weights, which are fetched ahead
+    :ivar solves_on_host: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the
+        next layer's weights, which are fetched ahead
     :ivar widened: dtypes whose layers compute in float32
-    :ivar resident: bytes that stay on the device between the layers, by what they hold
+    :ivar on_device: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
 
     def __init__(self, offload: bool = False):
-        self.offload = offload
+        self.solves_on_host = offload
         self.widened: Collection[torch.dtype] = ()
-        self.resident: Mapping[str, int] = {}
+        self.on_device: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()
         self._open: list[StageRecord] = []
@@ -46,7 +46,7 @@ class DeviceContext:
         """Meaning of ``peak_bytes``."""
         return "accelerator bytes allocated" if torch.cuda.is_available() else "not measured: no accelerator"
 
-    def park(self, tensor: Tensor, what: str = "states") -> Tensor:
+    def offload(self, tensor: Tensor, what: str = "states") -> Tensor:
         """Return a tensor without its graph, to be read by :meth:`to_device` or :meth:`to_solver`, or after the end of the stage.
 
         It stays where it is if its kind is kept on the device. Otherwise it is copied to the host, on an accelerator at the same
@@ -54,12 +54,12 @@ class DeviceContext:
 
         :param what: ``states``, ``fisher`` or ``moments``; any other kind goes to the host
         """
-        if what in self.resident:
+        if what in self.on_device:
             return tensor.detach()
         return self.to_host(tensor) if tensor.device.type == "cpu" else self._buffers.write(tensor.detach())
 
-    def release(self, tensor: Tensor) -> None:
-        """Let the memory of a parked tensor be written again; nobody reads the tensor after this."""
+    def discard(self, tensor: Tensor) -> None:
+        """Let the memory of an offloaded tensor be written again; nobody reads the tensor after this."""
         self._buffers.release(tensor)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -76,30 +76,30 @@ class DeviceContext:
 
     def to_solver(self, tensor: Tensor) -> Tensor:
         """Return a tensor, without its graph, where systems are solved: on the host with ``offload``, else on the device."""
-        return self.to_host(tensor) if self.offload else self.to_device(tensor.detach(), self.solve_device)
+        return self.to_host(tensor) if self.solves_on_host else self.to_device(tensor.detach(), self.solve_device)
 
     @property
     def solve_device(self) -> torch.device:
         """Device on which systems are solved."""
-        return torch.device("cpu") if self.offload else get_main_device()
+        return torch.device("cpu") if self.solves_on_host else get_main_device()
 
     @contextmanager
-    def keep_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
+    def apply_on_host(self, embeddings: Sequence[nn.Module], head: nn.Module) -> Iterator[None]:
         """Apply input embeddings and the output embeddings on the host, where their weights are."""
         device = get_main_device()
         with ExitStack() as stack:
-            stack.enter_context(stay_on_host((*embeddings, head)))
+            stack.enter_context(read_on_host((*embeddings, head)))
             for module in embeddings:
                 handle = module.register_forward_hook(lambda _module, _args, output: self.to_device(output, device))
                 stack.callback(handle.remove)
             yield
 
     @contextmanager
-    def hold(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
+    def onload_layer(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
         """Keep a layer's weights on the device during the block, and fetch those of the following layer, unless the block fails."""
         with disable_offloading():
             self._ahead.take(layer)
-            if following is not None and not self.offload:
+            if following is not None and not self.solves_on_host:
                 self._ahead.fetch(following)
             try:
                 yield
@@ -108,9 +108,9 @@ class DeviceContext:
                 raise
 
     @contextmanager
-    def save_on_host(self, layer: nn.Module) -> Iterator[None]:
+    def offload_saved(self, layer: nn.Module) -> Iterator[None]:
         """Store what the layer's forward pass saves for the backward pass on the host, with ``offload``, its weights, too."""
-        if not self.offload:
+        if not self.solves_on_host:
             yield
             return
 
@@ -119,7 +119,7 @@ class DeviceContext:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: self.to_device(*saved)):
             yield
-        release_weights(layer)
+        drop_onloaded(layer)
 
     def take_peak(self) -> int | None:
         """Return the peak bytes on the device since the last call; None where they are not measured."""

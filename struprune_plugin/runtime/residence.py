@@ -89,19 +89,19 @@ class HostBuffers:
 
 
 @contextmanager
-def hold_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
+def onload_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
     with ExitStack() as stack:
         for layer in layers:
             handle = layer.register_forward_pre_hook(
-                lambda running, _: release_weights(running, others=True), prepend=True
+                lambda running, _: drop_onloaded(running, others=True), prepend=True
             )
             stack.callback(handle.remove)
         yield
 
 
 @contextmanager
-def stay_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
+def read_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Leave the modules' own weights on the host where they are read."""
     with ExitStack() as stack:
         for module in modules:
@@ -117,14 +117,14 @@ def compare_embeddings_on_host() -> Iterator[None]:
     compare = saving._retie_embeddings
 
     def compare_on_host(model: nn.Module) -> None:
-        with stay_on_host(module for module in get_embeddings(model) if module is not None):
+        with read_on_host(module for module in get_embeddings(model) if module is not None):
             compare(model)
 
     with patch_attr(saving, "_retie_embeddings", compare_on_host):
         yield
 
 
-def release_weights(module: nn.Module, others: bool = False) -> None:
+def drop_onloaded(module: nn.Module, others: bool = False) -> None:
     """Drop the onloaded weights of a module, or of all others, from the device; llm-compressor onloads them again on use."""
     kept = OffloadCache.keep_onloaded_values
     if not kept:

@@ -36,8 +36,8 @@ quantization_stage:
 STAGES = {  # stage -> what runs in its midst
     "sensitivity": "struprune_plugin.allocation.sensitivity._run_backward",
     "allocation": "struprune_plugin.allocation.curves.sum_increases",
-    "statistics": "struprune_plugin.layerwise.statistics.add_visit",
-    "pruning": "struprune_plugin.model.surgery.slice_group",
+    "statistics": "struprune_plugin.layerwise.statistics.add_batch",
+    "pruning": "struprune_plugin.pruning.reconstruction.slice_group",
     "LoRA": "struprune_plugin.recovery.training.AdapterTraining.take_step",
     "quantising": "llmcompressor.modifiers.quantization.QuantizationModifier.on_calibration_end",
     "saving": "struprune_plugin.modifiers.pruning.write_manifest",

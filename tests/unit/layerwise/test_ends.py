@@ -85,7 +85,7 @@ def test_layers_in_turn_give_the_models_own_logits(model_type):
             call = flow.enter(step.index)
             # another path's run leaves nothing behind
             call.run(step.layer, context, call.states.map(lambda part: part + 1 if part.is_floating_point() else part))
-            flow.states = call.run(step.layer, context).map(context.park)
+            flow.states = call.run(step.layer, context).map(context.offload)
     for flow, batch in zip(flows, batches, strict=True):
         found = list_logits(model, batch, flow.states.hidden)
         assert_logits(found, model(**batch, use_cache=False).logits, batch["attention_mask"])
@@ -99,13 +99,13 @@ def test_gradients_pass_through_what_layers_leave_to_each_other(model_type):
     flow = enter_layers(model, batch, context)
     with torch.no_grad():
         for index, layer in enumerate(layers):
-            flow.states = flow.enter(index).run(layer, context).map(context.park)
+            flow.states = flow.enter(index).run(layer, context).map(context.offload)
     hidden = flow.states.hidden.detach().requires_grad_()
     logits = list_logits(model, batch, hidden)
     above = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)) * batch["attention_mask"][..., None]
     flow.above = list(torch.autograd.grad(logits, hidden, above))
     for index in range(len(layers) - 1, 0, -1):
-        flow.turn_back(index, layers[index], context)
+        flow.run_backward(index, layers[index], context)
     torch.testing.assert_close(flow.above[0], find_gradient(model, layers[0], batch, above), rtol=1e-5, atol=1e-5)
 
 

@@ -139,7 +139,7 @@ def test_gradients_flow_back_through_layers_and_head_in_float32():
             flow.above = [hidden.grad]
             assert hidden.grad.dtype is own.dtype
             for index, layer in reversed(list(enumerate(layers))):
-                flow.turn_back(index, layer, context)
+                flow.run_backward(index, layer, context)
             found.append(flow.above[0].float())
     assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()  # states and gradients are rounded between layers
 

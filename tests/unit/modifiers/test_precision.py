@@ -73,7 +73,7 @@ def test_auto_is_the_model_s_dtype_elsewhere(narrow, tmp_path, monkeypatch):
 
 def test_layers_run_in_float32_and_states_wait_in_the_model_s_dtype(narrow, tmp_path, monkeypatch):
     products, waiting = set(), set()
-    linear, park = torch.nn.functional.linear, DeviceContext.park
+    linear, park = torch.nn.functional.linear, DeviceContext.offload
 
     def multiply(inputs, weight, bias=None):
         products.add((inputs.dtype, weight.dtype))
@@ -85,7 +85,7 @@ def test_layers_run_in_float32_and_states_wait_in_the_model_s_dtype(narrow, tmp_
 
     play(monkeypatch, CANNOT)
     monkeypatch.setattr(torch.nn.functional, "linear", multiply)
-    monkeypatch.setattr(DeviceContext, "park", watch)
+    monkeypatch.setattr(DeviceContext, "offload", watch)
     prune(narrow("llama"), tmp_path / "out", **TRIALS)
     assert products == {(torch.float32, torch.float32)}
     assert (torch.bfloat16, 3, "states") in waiting

@@ -86,7 +86,7 @@ def test_a_pass_that_fails_leaves_nothing_that_was_fetched(layers):
     context = DeviceContext()
 
     def fail():
-        with context.hold(layers[0], layers[1]):
+        with context.onload_layer(layers[0], layers[1]):
             assert context._ahead._layer is layers[1]
             raise KeyboardInterrupt
 
@@ -99,10 +99,10 @@ def test_the_account_counts_both_layers(layers):
     sizes = [sum(tensor.nbytes for tensor in list_weights(layer)) for layer in layers]
     with CountedContext.open() as context, context.stage("both"):
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            with context.hold(layer, following):
+            with context.onload_layer(layer, following):
                 assert all(parameter is not None for parameter in layer.parameters())
     assert context.stages["both"].peak_bytes == sizes[0] + sizes[1]
-    with CountedContext.open(offload=True) as context, context.stage("one"), context.hold(layers[0], layers[1]):
+    with CountedContext.open(offload=True) as context, context.stage("one"), context.onload_layer(layers[0], layers[1]):
         assert all(parameter is not None for parameter in layers[0].parameters())
     assert context.stages["one"].peak_bytes == sizes[0], "the next layer waits"
 

@@ -1,25 +1,33 @@
 """No operation mixes tensors of the device and of the host: main paths on a device that is played on a CPU."""
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import DEFAULT, make_dataset, run_oneshot, save_model
-from helpers.played_device import DEVICE, play_device
+from helpers.played_device import DEVICE, PlayedTensor, play_device
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from eval.coverage import make_config
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import ConsumerBatch
+from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.moments import add_batch, assemble_moments, make_sums
+from struprune_plugin.layerwise.statistics import LayerStatistics, Stack
 from struprune_plugin.linalg.elimination import eliminate_units
 from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
+from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_decoder_layers
+from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.modifiers import needs
+from struprune_plugin.pruning.problem import GroupProblem
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.residence import HostBuffers
 
@@ -145,6 +153,44 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
         torch.testing.assert_close(found.all.gram.cpu(), expected.gram)
 
 
+class CopiesOfSize(TorchDispatchMode):
+    """Counts the new tensors of so many numbers that the played device gets, by dtype."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.counts = size, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, PlayedTensor) and result.numel() == self.size:
+            read = {part.data_ptr() for part in args if isinstance(part, PlayedTensor)}
+            self.counts[result.dtype] += result.data_ptr() not in read
+        return result
+
+
+@torch.no_grad()
+def test_a_stack_of_experts_is_copied_once_on_its_way_to_the_problem():
+    """Its moments are assembled, and damped in float64: nothing is unstacked and stacked again."""
+    model = build_tiny(make_config("mixtral", 2))
+    linearize_experts(model)
+    groups = [group for group in find_groups(model, "none", prune_experts=True) if group.layer_index == 0]
+    (_, layer), *_ = find_decoder_layers(model)
+    num_columns, width = groups[0].num_columns, model.config.hidden_size
+    with play_device():
+        context, call = DeviceContext(), LayerCall(torch.zeros(2, 4, width), {}, None, DEVICE)
+        sums = [make_sums(layer, group, DEVICE, context) for group in groups]
+        for each in sums:
+            inputs, target = (torch.randn(8, size).to(DEVICE) for size in (num_columns, width))
+            add_batch(each, ConsumerBatch(inputs, inputs, target, call, counts=[4, 4]), context)
+        stack = Stack(layer, groups, LayerStatistics(TARGETS["local"], context))
+        with CopiesOfSize(len(groups) * (num_columns + 1) ** 2) as copies:
+            ((part, moments),) = stack.split(assemble_moments(layer, groups, sums, context))
+            problem = GroupProblem.pose(part, moments, 0.01)
+        assert problem.damped.gram.shape == (len(groups), num_columns + 1, num_columns + 1)
+    assert len(groups) > 1
+    assert copies.counts == {torch.float32: 1, torch.float64: 1}
+
+
 @pytest.mark.parametrize(
     "eliminate",
     [
@@ -177,21 +223,21 @@ def allocated(monkeypatch):
 def test_what_is_parked_comes_back_and_its_buffer_is_used_again(allocated):
     context, tensor = DeviceContext(), torch.randn(4, 8, dtype=torch.bfloat16)
     with play_device():
-        held = context.park(tensor.to(DEVICE))
-        other = context.park(tensor.to(DEVICE) + 1)
+        held = context.offload(tensor.to(DEVICE))
+        other = context.offload(tensor.to(DEVICE) + 1)
         assert held.device.type == "cpu"
         assert torch.equal(context.to_device(held, DEVICE).cpu(), tensor)
         assert torch.equal(context.to_device(held[1:3], DEVICE).cpu(), tensor[1:3])
-        context.release(held)
-        context.park(-tensor.to(DEVICE).view(8, 4))
+        context.discard(held)
+        context.offload(-tensor.to(DEVICE).view(8, 4))
         assert torch.equal(other, tensor + 1)
         assert allocated == [64, 64]
-        context.resident = {"states": 64}
-        assert context.park(tensor.to(DEVICE)).device == DEVICE
-        assert context.park(tensor.to(DEVICE), "variables").device.type == "cpu"
+        context.on_device = {"states": 64}
+        assert context.offload(tensor.to(DEVICE)).device == DEVICE
+        assert context.offload(tensor.to(DEVICE), "variables").device.type == "cpu"
     host = torch.ones(3, requires_grad=True)
-    assert DeviceContext().park(host).data_ptr() == host.data_ptr()
-    assert not DeviceContext().park(host).requires_grad
+    assert DeviceContext().offload(host).data_ptr() == host.data_ptr()
+    assert not DeviceContext().offload(host).requires_grad
 
 
 def run_played(save_short, num_samples, **fields):

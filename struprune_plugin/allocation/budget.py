@@ -21,9 +21,9 @@ def meet_budget(groups: Sequence[GroupSize], shares: Sequence[float], share: flo
     :param share: sparsity over all groups' parameters
     :raises ValueError: the counts miss the budget
     """
-    kept = round_kept_counts(groups, shares)
-    check_budget(groups, kept, share)
-    return kept
+    num_keep = round_kept_counts(groups, shares)
+    check_budget(groups, num_keep, share)
+    return num_keep
 
 
 def spread_sparsity(weights: Tensor, sizes: Tensor, sparsity: float, max_sparsity: float = MAX_SPARSITY) -> Tensor:

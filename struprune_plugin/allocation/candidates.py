@@ -88,15 +88,15 @@ class Trial:
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading(), DisableQuantization(self.model):  # also of the head
             for batch, hidden in zip(tqdm(held, desc="KL divergences"), finals, strict=True):
-                for row, kept_tokens in enumerate(mark_tokens(batch)):
-                    count += int(kept_tokens.sum())
-                    totals += self._compare(batch, row, kept_tokens, hidden)
+                for row, counted in enumerate(mark_tokens(batch)):
+                    count += int(counted.sum())
+                    totals += self._compare(batch, row, counted, hidden)
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
 
     def _list_counts(self, group: UnitGroup) -> list[int]:
         """Return the numbers of kept units in the candidates, without the number of all units."""
-        return sorted({kept.get(group.name, group.num_units) for kept in self.candidates} - {group.num_units})
+        return sorted({num_keep.get(group.name, group.num_units) for num_keep in self.candidates} - {group.num_units})
 
     def _run_layer(
         self, step: LayerStep, statistics: LayerStatistics, num_solve: int, paths: list[list[States]]
@@ -104,8 +104,8 @@ class Trial:
         """Solve a layer's weights on the first batches, and take the dense path and every candidate's through it on the others."""
         weights = self._solve_layer(step, statistics, slice(num_solve))
         calls = [flow.advance(step.index, step.layer, self.context) for flow in step.flows[num_solve:]]
-        for place, kept in enumerate(self.candidates):
-            counts = [(group, kept.get(group.name), solved) for group, solved in weights]
+        for place, num_keep in enumerate(self.candidates):
+            counts = [(group, num_keep.get(group.name), solved) for group, solved in weights]
             new = {group.consumer: solved[count] for group, count, solved in counts if count in solved}
             if not new and not paths[place]:
                 continue
@@ -161,16 +161,16 @@ class Trial:
                 solved_by_count[count] = part, bias
         return weights
 
-    def _compare(self, batch: dict[str, Tensor], row: int, kept: Tensor, finals: Sequence[Tensor]) -> Tensor:
+    def _compare(self, batch: dict[str, Tensor], row: int, counted: Tensor, finals: Sequence[Tensor]) -> Tensor:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
 
-        :param kept: mask of the tokens that count, shape [tokens], bool
+        :param counted: mask of the tokens that count, shape [tokens], bool
         :param finals: hidden states of the last layer for the whole batch, offloaded
         """
 
         def compute(final: Tensor) -> Tensor:
             logits = compute_logits(self.model, batch, row, final, self.context)
-            logits = logits if kept.all() else logits[kept.to(logits.device)]
+            logits = logits if counted.all() else logits[counted.to(logits.device)]
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
         wanted = compute(finals[0])

@@ -101,7 +101,7 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
     carried into the next, so that the total misses by less than one step of the finest kind, unless a bound (at least one step,
     at most all units) forbids it. Ties keep the earlier layer larger. A group of sparsity 0 keeps every unit, at any step.
     """
-    kept = [group.num_units for group in groups]
+    num_keep = [group.num_units for group in groups]
     carry = 0.0  # parameters kept beyond the ideal so far
     kinds = {group.kind: max(g.step * g.unit_cost for g in groups if g.kind == group.kind) for group in groups}
     for kind in sorted(kinds, key=lambda name: -kinds[name]):
@@ -122,8 +122,8 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
             count[max(movable, key=lambda i: (distance[i], -direction * i))] += direction
         carry = -gap
         for i in members:
-            kept[i] = min(count[i] * steps[i], groups[i].num_units)
-    return kept
+            num_keep[i] = min(count[i] * steps[i], groups[i].num_units)
+    return num_keep
 
 
 def round_uniform_counts(
@@ -149,13 +149,13 @@ def round_uniform_counts(
         known = {**nearest, first: count} if first != last else {}
         left = wanted - sum((totals[i] - known[i]) * costs[i] for i in known)
         other = min(counts[last], key=lambda n: abs((totals[last] - n) * costs[last] - left))
-        kept = {first: count, **known, last: other}
-        miss = abs(sum((totals[i] - kept[i]) * costs[i] for i in kept) - wanted)
+        num_keep = {first: count, **known, last: other}
+        miss = abs(sum((totals[i] - num_keep[i]) * costs[i] for i in num_keep) - wanted)
         unequal = abs((totals[first] - count) * costs[first] - sparsity * totals[first] * costs[first])
-        return miss if miss > slack else 0.0, unequal, kept
+        return miss if miss > slack else 0.0, unequal, num_keep
 
-    _, _, kept = min(map(judge, counts[first]), key=lambda candidate: candidate[:2])
-    return [next(kept[i] for i, members in enumerate(kinds) if group in members) for group in groups]
+    _, _, num_keep = min(map(judge, counts[first]), key=lambda candidate: candidate[:2])
+    return [next(num_keep[i] for i, members in enumerate(kinds) if group in members) for group in groups]
 
 
 def _sort_equal(groups: Sequence[GroupSize]) -> list[list[GroupSize]]:
@@ -176,7 +176,7 @@ def measure_uniform_slack(groups: Sequence[GroupSize]) -> int:
     return min(sum(group.step * group.unit_cost for group in members) for members in _sort_equal(groups))
 
 
-def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float, slack: int | None = None) -> None:
+def check_budget(groups: Sequence[GroupSize], num_keep: Sequence[int], share: float, slack: int | None = None) -> None:
     """Raise if kept counts miss the budget by more than a step of the largest kind.
 
     :param share: wanted sparsity over all groups' parameters
@@ -184,7 +184,7 @@ def check_budget(groups: Sequence[GroupSize], kept: Sequence[int], share: float,
     :raises ValueError: they do, because of bounds or a coarse multiple
     """
     total = sum(group.num_parameters for group in groups)
-    removed = total - sum(group.unit_cost * count for group, count in zip(groups, kept, strict=True))
+    removed = total - sum(group.unit_cost * count for group, count in zip(groups, num_keep, strict=True))
     allowed = max(group.step * group.unit_cost for group in groups) if slack is None else slack
     if abs(removed - share * total) > allowed:
         raise ValueError(

@@ -160,11 +160,11 @@ class ErrorCurve(AllocationRule):
     def decide(self, sizes: Sizes, statistics: Mapping[str, GroupStatistics], budget: Budget) -> UnitAllocation:
         curves = [statistics[size.name].curve for size in sizes]
         parameters = (1 - budget.share) * sum(size.num_parameters for size in sizes)
-        kept = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
-        check_budget(sizes, kept, budget.share)
-        loss = sum(float(curve[count]) for curve, count in zip(curves, kept, strict=True))
+        num_keep = allocate_error_curves(sizes, curves, parameters, self.max_sparsity)
+        check_budget(sizes, num_keep, budget.share)
+        loss = sum(float(curve[count]) for curve, count in zip(curves, num_keep, strict=True))
         record = AllocationRecord(self.rule, error=loss, sensitivity=budget.sensitivity)
-        return UnitAllocation(expand_counts(sizes, kept), record)
+        return UnitAllocation(expand_counts(sizes, num_keep), record)
 
     def propose(self, sizes: Sizes, decided: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
         """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget."""

@@ -25,9 +25,9 @@ from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
 class ExpertChannels(FFNChannels):
     """A channel of one expert.
 
-    :param units: ``whole``: experts of the least mean of router weight times output norm (REAP) go with their router entries,
-        equally many in every layer, and the others are re-solved; ``channels``: every expert loses channels of its own, also
-        where a mixture's experts cannot go whole. ``widths`` alone means ``channels``
+    :param units: ``whole``: entire experts go, those of the least mean of router weight times output norm (REAP), with their
+        router entries, equally many in every layer, and the others are re-solved; ``channels``: every expert loses channels of its
+        own, also where a mixture's experts cannot go whole. ``widths`` alone means ``channels``
     :param widths: ``same``: all experts of the model keep the same number of channels, so that stock classes and engines load
         the output; ``per_layer``: all experts of a layer do
     """

@@ -74,6 +74,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.python.is_file():
         parser.error(f"--python: must be where vLLM is installed, got {args.python}. Run make serve-test.")
+    args.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryFile("w+") as log, start_worker(args.python, log) as worker:
         for model in args.models.split(","):

@@ -124,7 +124,44 @@ def test_shards_bias_and_row_less_tokens(tmp_path):
     torch.testing.assert_close(new, old[:, record.kept[:-1]], rtol=0, atol=0)
 
 
-def test_nested_configurations_and_per_layer_embeddings(tmp_path):
+def test_the_text_part_of_a_multimodal_configuration(tmp_path):
+    """Sizes and ids are in ``text_config`` and beside it; the image tower's stay."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    tokenizer = make_tokenizer("byte_fallback", 500)
+    tokenizer.add_special_tokens(["<image>"])
+    size = tokenizer.get_vocab_size()
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "vocab_size": size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision | {"image_size": 28, "patch_size": 14, "vocab_size": size},
+        image_token_index=size - 1,
+        boi_token_index=7,
+        eoi_token_index=8,
+        mm_tokens_per_image=4,
+    )
+    whole = save_model(tmp_path / "whole", tokenizer)
+    Gemma3ForConditionalGeneration(config).eval().save_pretrained(whole)
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
+    saved = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert saved["text_config"]["vocab_size"] == record.rows_after < size
+    assert record.kept[saved["image_token_index"]] == size - 1
+    assert [record.kept[saved["text_config"][f"{name}_token_id"]] for name in ("pad", "bos", "eos")] == [0, 1, 2]
+    ids = [5, 1, 7, 300]
+    old, new = (
+        Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+        .eval()(torch.tensor([numbers]))
+        .logits[0]
+        for folder, numbers in ((whole, [record.kept[number] for number in ids]), (tmp_path / "small", ids))
+    )
+    torch.testing.assert_close(new, old[:, record.kept], rtol=0, atol=0)
+    tower = [load_file(f / "model.safetensors") for f in (whole, tmp_path / "small")]
+    assert all(torch.equal(tower[0][name], tower[1][name]) for name in tower[0] if "vision" in name)
+
+
+def test_per_layer_embeddings(tmp_path):
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     tokenizer = make_tokenizer("byte_fallback", 500)

@@ -39,6 +39,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from eval.hybrids import count_state
 from struprune_plugin import StruPruneModifier, oneshot, read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
@@ -290,21 +291,7 @@ def prune_named(case: Case) -> str:
         mask_group(layer, group, keep[group.name], read_consumer(source, smaller))
     check_close(case.run(pruned), case.run(masked), "differs from the masked dense model")
     check(agree_with_cache(case, loaded) or not agree_with_cache(case, case.tiny), "other tokens with a cache")
-    return f"{', '.join(sorted(found))} {describe_size(case, pruned)}, state {describe_state(case, loaded)}"
-
-
-def describe_state(case: Case, pruned: Any) -> str:
-    """Return the bytes of recurrent and convolutional state in the cache, before and after."""
-
-    @torch.no_grad()
-    def count(model: Any) -> int:
-        cache = model(input_ids=case.tokens.to(model.device), use_cache=True).past_key_values
-        states = [vars(layer) for layer in getattr(cache, "layers", [])]
-        held = [value for own in states for name, value in own.items() if name.endswith("_states")]
-        parts = [part for one in held for part in (one.values() if isinstance(one, dict) else [one])]
-        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
-
-    return f"{count(case.tiny):,} → {count(pruned):,}"
+    return f"{', '.join(sorted(found))} {describe_size(case, pruned)}, state {count_state(case.tiny):,} → {count_state(loaded):,}"
 
 
 def prune_again(case: Case) -> str:

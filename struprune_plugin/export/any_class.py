@@ -63,6 +63,8 @@ def grow_padded(model: nn.Module) -> None:
     """Restore the dense shapes of a model's padded linears, with zeros, and its stock classes; its function does not change."""
     for owner in list_padded(model):
         for name, padding in owner.struprune_padding.items():
+            if name not in owner._modules:  # a buffer, which is as wide as ever
+                continue
             linear = owner.get_submodule(name)
             weight, bias = read_weight(linear)
             if "narrow" in padding:
@@ -158,6 +160,7 @@ def _describe_layer(
     wanted, shapes = list_shapes(dense), list_shapes(layer)
     experts = {name.rpartition(".")[0] for name, shape in wanted.items() if len(shape) == 3}
     beside = {name for unit in units for name in unit.tensors}
+    linears |= {name: copy.deepcopy(padding) for name in beside if (padding := read_padding(layer, name))}
     others = {name: shape for name, shape in shapes.items() if name in beside or name.rpartition(".")[0] in experts}
     return linears, counts, {n: [*shape] for n, shape in others.items() if wanted.get(n, shape) != shape}
 

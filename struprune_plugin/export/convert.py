@@ -41,6 +41,8 @@ def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
         if read_padding(layer, group.consumer):
             continue
         for name, padding in group.unit.describe_padding(group, layout).items():
+            if read_padding(layer, name):
+                continue
             owner, attribute = modeling.find_owner(layer, name)
             with any_class.keep_offload(owner):
                 modeling.adopt_padding(owner, attribute, padding)

@@ -44,7 +44,7 @@ class Form(TypedDict):
 
 
 class LinearLayout(TypedDict, total=False):
-    """Shape (rows, columns) of a linear; ``pad``: its output is padded with zeros; ``narrow``: it reads a part of its input."""
+    """Shape (rows, columns) of a linear; ``pad``: its output gets zeros; ``narrow``: a part of its input, or of a buffer, is read."""
 
     shape: list[int]
     pad: Form
@@ -201,15 +201,15 @@ def fit_layers(model: Any, layout: Layout) -> None:
     differences = (layout.get(key, repeat({})) for key in ("linears", "counts", "parameters"))
     for layer, linears, counts, parameters in zip(layers, *differences, strict=False):  # users may load the first ones
         for name, said in linears.items():
-            _resize(layer.get_submodule(name), *said["shape"])
+            if "shape" in said:
+                _resize(layer.get_submodule(name), *said["shape"])
             if padding := {key: said[key] for key in ("pad", "narrow") if key in said}:
                 adopt_padding(*find_owner(layer, name), padding)
         for name, count in counts.items():
             setattr(*find_owner(layer, name), count)
         for name, shape in parameters.items():
-            owner, attribute = find_owner(layer, name)
-            old = getattr(owner, attribute)
-            setattr(owner, attribute, nn.Parameter(old.new_empty(shape), old.requires_grad))
+            old = getattr(*find_owner(layer, name))
+            setattr(*find_owner(layer, name), nn.Parameter(old.new_empty(shape), old.requires_grad))
 
 
 def check_parts(model: Any, layout: Layout) -> None:
@@ -225,8 +225,9 @@ def check_parts(model: Any, layout: Layout) -> None:
         for name, said in linears.items():
             side, axis = {"colwise": ("pad", 0), "rowwise": ("narrow", 1)}.get(styles.get(name), ("", 0))
             if form := said.get(side):
-                blocks, segments = form["blocks"], form["segments"]
-                sizes[name] = blocks if blocks > 1 else math.gcd(*(each[0] for each in segments))
+                sizes[name] = (
+                    form["blocks"] if form["blocks"] > 1 else math.gcd(*(each[0] for each in form["segments"]))
+                )
             elif side:
                 sizes[name] = said["shape"][axis] // getattr(find_owner(layer, name)[0], "head_dim", 1)
         for name, size in sizes.items():
@@ -359,7 +360,12 @@ class View:
     def __getattr__(self, name: str) -> Any:
         module = self._module
         if name in module.struprune_padding:
-            return functools.partial(_run_padded, getattr(module, name), module.struprune_padding[name])
+            part, form = getattr(module, name), module.struprune_padding[name]
+            return (
+                narrow(part, form["narrow"])
+                if isinstance(part, torch.Tensor)
+                else functools.partial(_run_padded, part, form)
+            )
         if name in module.stock_methods and name not in module.__dict__:  # its other methods see the view, too
             return functools.partial(module.stock_methods[name], self)
         return getattr(module, name)

@@ -42,9 +42,9 @@ def slice_group(
         _set_parameters(producer, producer.weight[rows.to(producer.weight.device)], bias)
     for name, new in (producers or {}).items():
         set_weight(find_linear(layer, name), new)
-    for name in group.tensors:
-        owner, old = _find_tensor(layer, name)
-        _set_tensor(owner, name, old[group.find_kept_rows(name, keep).to(old.device)])
+    for name in _list_tensors(layer, group):
+        (owner, old), rows = _find_tensor(layer, name), group.find_kept_rows(name, keep)
+        _set_tensor(owner, name, old.index_select(_find_axis(old), rows.to(old.device)))
     set_consumer(layer, group, weight)
     group.unit.resize_module(layer, group, len(keep))
 
@@ -60,10 +60,11 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         kept, old = group.find_kept_rows(name, keep), append_bias(*read_weight(producer))
         grown = old.new_zeros(len(group.find_row_owners(name)), old.shape[1])
         set_weight(producer, grown.index_copy(0, kept, old))
-    for name in group.tensors:
-        owner, old = _find_tensor(layer, name)
-        grown = old.new_zeros(len(group.find_row_owners(name)), *old.shape[1:])
-        _set_tensor(owner, name, grown.index_copy(0, group.find_kept_rows(name, keep), old))
+    for name in _list_tensors(layer, group):
+        (owner, old), rows = _find_tensor(layer, name), group.find_kept_rows(name, keep)
+        shape, axis = [*old.shape], _find_axis(old)
+        shape[axis] = len(group.find_row_owners(name))
+        _set_tensor(owner, name, old.new_zeros(shape).index_copy(axis, rows, old))
     mask_group(layer, group, keep, read_consumer(layer, group))
     group.unit.resize_module(layer, group.resize(len(keep)), group.num_units)
 
@@ -98,15 +99,26 @@ def blank_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
     for name in group.producers:
         old, kept = append_bias(*read_weight(find_linear(layer, name))), group.find_kept_rows(name, keep)
         set_weight(find_linear(layer, name), torch.zeros_like(old).index_copy(0, kept, old[kept]))
-    for name in group.tensors:
-        (owner, tensor), kept = _find_tensor(layer, name), group.find_kept_rows(name, keep)
-        _set_tensor(owner, name, torch.zeros_like(tensor).index_copy(0, kept, tensor[kept]))
+    for name in _list_tensors(layer, group):
+        (owner, old), kept = _find_tensor(layer, name), group.find_kept_rows(name, keep)
+        axis = _find_axis(old)
+        _set_tensor(owner, name, torch.zeros_like(old).index_copy(axis, kept, old.index_select(axis, kept)))
     columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
     mask_group(layer, group, keep, read_consumer(layer, group)[:, columns])
 
 
+def _list_tensors(layer: nn.Module, group: UnitGroup) -> list[str]:
+    """Return the names of a group's tensors beside linears, without those that the module reads in part as they are."""
+    return [name for name in group.tensors if not read_padding(layer, name)]
+
+
+def _find_axis(tensor: Tensor) -> int:
+    """Return the axis of a tensor's rows: the first with several entries."""
+    return next((axis for axis, size in enumerate(tensor.shape) if size > 1), 0)
+
+
 def _find_tensor(layer: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
-    """Return the module that holds a parameter, and the parameter, onloaded where it is offloaded, detached."""
+    """Return the module that holds a parameter or buffer, and that, onloaded where it is offloaded, detached."""
     owner, _, attribute = name.rpartition(".")
     module = layer.get_submodule(owner)
     return module, getattr(module, attribute).detach()
@@ -116,9 +128,13 @@ def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
     attribute = name.rpartition(".")[2]
     with disable_onloading():
         old = getattr(owner, attribute)
-    device = None if isinstance(owner._parameters, OffloadCache) else old.device
+    is_parameter = isinstance(old, nn.Parameter)
+    device = None if isinstance(owner._parameters if is_parameter else owner._buffers, OffloadCache) else old.device
     new = value.detach().to(old.dtype).to(device).contiguous()
-    owner._parameters[attribute] = nn.Parameter(new, old.requires_grad)
+    if is_parameter:
+        owner._parameters[attribute] = nn.Parameter(new, old.requires_grad)
+    else:
+        owner._buffers[attribute] = new
 
 
 def scale_tensor(layer: nn.Module, name: str, factor: float) -> None:
@@ -203,16 +219,18 @@ def copy_layer(layer: nn.Module, groups: Sequence[UnitGroup]) -> LayerCopy:
     for name in {name.rpartition(".")[0] for g in groups if g.tensors for name in (*g.tensors, g.consumer)}:
         counts[name] = read_numbers(layer.get_submodule(name))
     linears = {name: read_weight(find_linear(layer, name), hold) for name in names}
-    return LayerCopy(linears, counts, {name: deepcopy(read_padding(layer, name)) for name in names}, tensors)
+    padding = {name: deepcopy(read_padding(layer, name)) for name in (*names, *tensors)}
+    return LayerCopy(linears, counts, padding, tensors)
 
 
 def restore_layer(layer: nn.Module, copy: LayerCopy) -> None:
     """Restore the recorded state of a layer, bit for bit."""
     for name, (weight, bias) in copy.linears.items():
         _set_parameters(find_linear(layer, name), weight, bias)
-        read_padding(layer, name).update(deepcopy(copy.padding[name]))
     for name, tensor in copy.tensors.items():
         _set_tensor(_find_tensor(layer, name)[0], name, tensor)
+    for name, padding in copy.padding.items():
+        read_padding(layer, name).update(deepcopy(padding))
     for module, counts in copy.counts.items():
         for name, count in counts.items():
             setattr(layer.get_submodule(module), name, count)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from struprune_plugin.export.modeling_struprune import adopt_padding, find_owner
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.structure.couplings import Measured
@@ -69,13 +70,16 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
     names = {id(module): name for name, module in run.model.named_modules()}
     for layer in measured.layers:
         group = describe(layer)
-        if group.num_units < 2:
+        if group.num_units < 2 * group.num_blocks:
             return "it has one unit"
         keep = pick_two_thirds(group)
         columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
         weight = read_consumer(layer, group)[:, columns]
         blank_group(masked.get_submodule(names[id(layer)]), group, keep)
-        slice_group(sliced.get_submodule(names[id(layer)]), group, keep, weight)
+        shrunk = sliced.get_submodule(names[id(layer)])
+        for name, padding in group.unit.describe_padding(group, LayerLayout()).items():
+            adopt_padding(*find_owner(shrunk, name), padding)
+        slice_group(shrunk, group, keep, weight)
     for form in _list_forms():
         try:
             wanted = form(masked, run.tokens)

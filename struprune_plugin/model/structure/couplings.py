@@ -111,8 +111,11 @@ class Measured:
 
 
 @torch.no_grad()
-def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
-    """Return the measurements of a call of the first of several layers of one kind, on a sequence of ``length`` tokens."""
+def measure(layers: Sequence[nn.Module], call: Call, length: int, asks_later: bool = True) -> Measured:
+    """Return the measurements of a call of the first of several layers of one kind, on a sequence of ``length`` tokens.
+
+    :param asks_later: whether to measure which columns change at later tokens; else none is said to
+    """
     with watch(layers[0], list_linears(layers[0])) as calls:
         call.run(layers[0])
     times = Counter(each.name for each in calls)
@@ -124,7 +127,8 @@ def measure(layers: Sequence[nn.Module], call: Call, length: int) -> Measured:
     for place, name in enumerate(inputs):
         after, third = {other: inputs[other] for other in [*inputs][place + 1 :]}, len(outputs[name]) // 3
         everywhere = _disturb(layers[0], call, name, outputs[name], after, slice(None))
-        at_one = _disturb(layers[0], call, name, outputs[name], after, slice(third, third + 1))
+        one = slice(third, third + 1)
+        at_one = _disturb(layers[0], call, name, outputs[name], after, one) if asks_later else everywhere
         for other in after:
             if everywhere[other][0].any():
                 couplings[name, other] = Coupling(everywhere[other][0], at_one[other][1])

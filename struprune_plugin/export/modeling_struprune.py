@@ -44,7 +44,7 @@ class Form(TypedDict):
 
 
 class LinearLayout(TypedDict, total=False):
-    """Shape (rows, columns) of a linear; ``pad``: its output gets zeros; ``narrow``: a part of its input, or of a buffer, is read."""
+    """Shape (rows, columns) of a linear; ``pad``: its output gets zeros; ``narrow``: its input, or a buffer, is read in part."""
 
     shape: list[int]
     pad: Form
@@ -192,11 +192,10 @@ def fit_layers(model: Any, layout: Layout) -> None:
         for module in model.modules():
             if any(hasattr(child, "nf") for child in module.children()) and not module._non_persistent_buffers_set:
                 module._is_hf_initialized = True  # its class would initialise weights that a quantiser has packed
-    layers, known = mark_layers(model, layout), len(layout["linears"])
-    if len(layers) > known:
+    layers = mark_layers(model, layout)
+    if len(layers) > (known := len(layout["linears"])):
         raise ValueError(
-            f"num_hidden_layers: must be at most {known}, the number of layers in the checkpoint's layout, got {len(layers)}. "
-            "Set it to the number of layers that were saved."
+            f"num_hidden_layers: must be at most {known}, the number of layers that were saved, got {len(layers)}. Set it to that."
         )
     differences = (layout.get(key, repeat({})) for key in ("linears", "counts", "parameters"))
     for layer, linears, counts, parameters in zip(layers, *differences, strict=False):  # users may load the first ones
@@ -225,9 +224,8 @@ def check_parts(model: Any, layout: Layout) -> None:
         for name, said in linears.items():
             side, axis = {"colwise": ("pad", 0), "rowwise": ("narrow", 1)}.get(styles.get(name), ("", 0))
             if form := said.get(side):
-                sizes[name] = (
-                    form["blocks"] if form["blocks"] > 1 else math.gcd(*(each[0] for each in form["segments"]))
-                )
+                blocks, segments = form["blocks"], form["segments"]
+                sizes[name] = blocks if blocks > 1 else math.gcd(*(each[0] for each in segments))
             elif side:
                 sizes[name] = said["shape"][axis] // getattr(find_owner(layer, name)[0], "head_dim", 1)
         for name, size in sizes.items():
@@ -289,8 +287,7 @@ def _resize(linear: nn.Linear, rows: int, columns: int) -> None:
     if (rows, columns) == (linear.out_features, linear.in_features):
         return
     linear.out_features, linear.in_features = rows, columns
-    linear.weight = nn.Parameter(linear.weight.new_empty(rows, columns))
-    nn.init.normal_(linear.weight, std=0.02)
+    linear.weight = nn.Parameter(linear.weight.detach().new_empty(rows, columns).normal_(std=0.02))
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias.new_zeros(rows))
 
@@ -361,11 +358,8 @@ class View:
         module = self._module
         if name in module.struprune_padding:
             part, form = getattr(module, name), module.struprune_padding[name]
-            return (
-                narrow(part, form["narrow"])
-                if isinstance(part, torch.Tensor)
-                else functools.partial(_run_padded, part, form)
-            )
+            is_linear = isinstance(part, nn.Module)
+            return functools.partial(_run_padded, part, form) if is_linear else narrow(part, form["narrow"])
         if name in module.stock_methods and name not in module.__dict__:  # its other methods see the view, too
             return functools.partial(module.stock_methods[name], self)
         return getattr(module, name)

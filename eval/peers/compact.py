@@ -37,7 +37,7 @@ def prune_compact(
     model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
     groups = find_groups(model, "none")
-    sizes = [GroupSize(g.name, g.kind, g.num_units, g.unit_cost, 1) for g in groups]
+    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     num_prunable = count_prunable_parameters(model)
     share = find_group_sparsity(sizes, num_prunable, sparsity)
     kept = dict(zip([g.name for g in groups], round_kept_counts(sizes, [share] * len(sizes)), strict=True))

@@ -83,9 +83,9 @@ def plan_counts(groups: list[UnitGroup], num_prunable: int, sparsity: float) -> 
     :raises ValueError: so much cannot go
     """
     sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
-    kept = {s.name: max(round(s.num_units * (1 - sparsity)), 1) for s in sizes if s.kind == "attention"}
-    removed = sum((s.num_units - kept[s.name]) * s.unit_cost for s in sizes if s.kind == "attention")
-    ffn = [size for size in sizes if size.kind == "ffn"]
+    kept = {s.name: max(round(s.num_units * (1 - sparsity)), 1) for s in sizes if s.pool == "attention"}
+    removed = sum((s.num_units - kept[s.name]) * s.unit_cost for s in sizes if s.pool == "attention")
+    ffn = [size for size in sizes if size.pool == "ffn"]
     share = find_group_sparsity(ffn, num_prunable, max(sparsity - removed / num_prunable, 0.0))
     return kept | dict(zip((size.name for size in ffn), round_kept_counts(ffn, [share] * len(ffn)), strict=True))
 

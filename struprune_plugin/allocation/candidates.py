@@ -3,7 +3,7 @@
 Error curves and sensitivities are second-order approximations at the dense model, and a candidate may lead far from it. Each is
 applied with weights solved on the dense model's moments, without correction of inherited errors, all candidates in one pass; they
 are compared by the KL divergence of the model's next tokens. Curves also treat an error as independent of its token; where that is
-far from the truth, whole blocks of modules are affected: those of one kind in one part of the depth. A few candidates, each with
+far from the truth, whole blocks of modules are affected: those of one pool in one part of the depth. A few candidates, each with
 the units of one block removed, measure by how much.
 """
 
@@ -232,13 +232,13 @@ def describe_doubt(tried: Mapping[str, float], rule: str, even: Collection[str])
 
 
 def list_blocks(sizes: Sizes, layers: Mapping[str, int]) -> list[Block]:
-    """Return blocks of modules of one kind in one part of the depth; none if there were only one.
+    """Return blocks of modules of one pool in one part of the depth; none if there were only one.
 
     :param layers: index of the decoder layer, by the name of a group
     """
     blocks, num_layers = dict[tuple[str, int], list[int]](), max(layers.values()) + 1
     for place, size in enumerate(sizes):
-        blocks.setdefault((size.kind, layers[size.name] * _PARTS // num_layers), []).append(place)
+        blocks.setdefault((size.pool, layers[size.name] * _PARTS // num_layers), []).append(place)
     return [tuple(block) for block in blocks.values()] if len(blocks) > 1 else []
 
 

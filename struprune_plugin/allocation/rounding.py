@@ -13,7 +13,7 @@ from struprune_plugin.model.unit_kind import ListEntries
 class GroupSize:
     """Sizes of one group of coupled units, for the allocation.
 
-    :param kind: attention, FFN, …; groups of one kind are allocated together
+    :param pool: of its kind of units, such as attention; groups of one pool are allocated together
     :param unit_cost: parameters that one unit frees
     :param step: kept counts are multiples of it
     :param tied: names of the tied groups that this one represents, each with the number of its units per unit here; costs
@@ -21,7 +21,7 @@ class GroupSize:
     """
 
     name: str
-    kind: str
+    pool: str
     num_units: int
     unit_cost: int
     step: int
@@ -52,7 +52,7 @@ def find_group_sparsity(groups: Sequence[GroupSize], num_prunable: int, sparsity
 
     Groups may hold fewer parameters than are prunable: value channels leave out Q and K, ``none`` all of attention.
 
-    :param num_prunable: parameters of all linears of the decoder layers
+    :param num_prunable: parameters of all linears of the modules that hold units
     :raises ValueError: the groups hold too few parameters; the message states the sparsity that they can reach
     """
     removable = sum(group.max_removable for group in groups)
@@ -74,7 +74,7 @@ def split_budget(
     Of the numbers nearest to the budget, it is the one at which entries lose a share nearest to that of all parameters.
 
     :param groups: those besides the entries
-    :param num_prunable: parameters of all linears of the decoder layers
+    :param num_prunable: parameters of all linears of the modules that hold units
     :raises ValueError: that many parameters cannot be removed, to within half a step of the entries of every list
     """
     total, most = sum(group.num_parameters for group in groups), sum(group.max_removable for group in groups)
@@ -97,15 +97,15 @@ def split_budget(
 def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) -> list[int]:
     """Round sparsities to kept counts by largest remainder, so that the total of parameters is exact.
 
-    Kinds are rounded from the coarsest step to the finest (heads before channels). The excess or shortfall of one kind is
-    carried into the next, so that the total misses by less than one step of the finest kind, unless a bound (at least one step,
+    Pools are rounded from the coarsest step to the finest (heads before channels). The excess or shortfall of one pool is
+    carried into the next, so that the total misses by less than one step of the finest pool, unless a bound (at least one step,
     at most all units) forbids it. Ties keep the earlier layer larger. A group of sparsity 0 keeps every unit, at any step.
     """
     num_keep = [group.num_units for group in groups]
     carry = 0.0  # parameters kept beyond the ideal so far
-    kinds = {group.kind: max(g.step * g.unit_cost for g in groups if g.kind == group.kind) for group in groups}
-    for kind in sorted(kinds, key=lambda name: -kinds[name]):
-        members = [i for i, group in enumerate(groups) if group.kind == kind and sparsity[i] > 0]
+    pools = {group.pool: max(g.step * g.unit_cost for g in groups if g.pool == group.pool) for group in groups}
+    for pool in sorted(pools, key=lambda name: -pools[name]):
+        members = [i for i, group in enumerate(groups) if group.pool == pool and sparsity[i] > 0]
         ideal = {i: (1 - sparsity[i]) * groups[i].num_units for i in members}
         wanted = sum(ideal[i] * groups[i].unit_cost for i in members) - carry
         steps = {i: groups[i].step for i in members}
@@ -129,20 +129,20 @@ def round_kept_counts(groups: Sequence[GroupSize], sparsity: Sequence[float]) ->
 def round_uniform_counts(
     groups: Sequence[GroupSize], sparsity: float, allowed: Callable[[str, int], bool]
 ) -> list[int]:
-    """Round one sparsity to kept counts that are equal for all groups of one kind and size.
+    """Round one sparsity to kept counts that are equal for all groups of one pool and size.
 
-    Searches pairs of counts: of the kind with the fewest allowed counts and of the kind with the most. Of the pairs that meet
+    Searches pairs of counts: of the pool with the fewest allowed counts and of the pool with the most. Of the pairs that meet
     the budget to within :func:`measure_uniform_slack`, returns the one closest to equal sparsities; if none does, the pair that
-    misses it least. Other kinds keep the count nearest to the sparsity.
+    misses it least. Other pools keep the count nearest to the sparsity.
 
-    :param allowed: returns whether a kind may keep that many units
+    :param allowed: returns whether a pool's groups may keep that many units
     """
-    kinds = _sort_equal(groups)
-    costs = [sum(group.unit_cost for group in members) for members in kinds]
-    totals = [members[0].num_units for members in kinds]
-    counts = [_list_allowed(members[0], sparsity, allowed) for members in kinds]
+    pools = _sort_equal(groups)
+    costs = [sum(group.unit_cost for group in members) for members in pools]
+    totals = [members[0].num_units for members in pools]
+    counts = [_list_allowed(members[0], sparsity, allowed) for members in pools]
     wanted, slack = sparsity * sum(group.num_parameters for group in groups), measure_uniform_slack(groups)
-    first, *others, last = sorted(range(len(kinds)), key=lambda i: len(counts[i])) * (2 if len(kinds) == 1 else 1)
+    first, *others, last = sorted(range(len(pools)), key=lambda i: len(counts[i])) * (2 if len(pools) == 1 else 1)
     nearest = {i: min(counts[i], key=lambda n: abs(n - (1 - sparsity) * totals[i])) for i in others}
 
     def judge(count: int) -> tuple[float, float, dict[int, int]]:
@@ -155,29 +155,29 @@ def round_uniform_counts(
         return miss if miss > slack else 0.0, unequal, num_keep
 
     _, _, num_keep = min(map(judge, counts[first]), key=lambda candidate: candidate[:2])
-    return [next(num_keep[i] for i, members in enumerate(kinds) if group in members) for group in groups]
+    return [next(num_keep[i] for i, members in enumerate(pools) if group in members) for group in groups]
 
 
 def _sort_equal(groups: Sequence[GroupSize]) -> list[list[GroupSize]]:
-    """Return the groups of each kind and size."""
+    """Return the groups of each pool and size."""
     members: dict[tuple[str, int, int], list[GroupSize]] = {}
     for group in groups:
-        members.setdefault((group.kind, group.num_units, group.step), []).append(group)
+        members.setdefault((group.pool, group.num_units, group.step), []).append(group)
     return list(members.values())
 
 
 def _list_allowed(group: GroupSize, sparsity: float, allowed: Callable[[str, int], bool]) -> list[int]:
     steps = range(group.step, group.num_units, group.step) if sparsity else ()
-    return [n for n in (*steps, group.num_units) if allowed(group.kind, n)]
+    return [n for n in (*steps, group.num_units) if allowed(group.pool, n)]
 
 
 def measure_uniform_slack(groups: Sequence[GroupSize]) -> int:
-    """Return the parameters by which counts equal in all layers may miss a budget: one step of the finest kind."""
+    """Return the parameters by which counts equal in all layers may miss a budget: one step of the finest pool."""
     return min(sum(group.step * group.unit_cost for group in members) for members in _sort_equal(groups))
 
 
 def check_budget(groups: Sequence[GroupSize], num_keep: Sequence[int], share: float, slack: int | None = None) -> None:
-    """Raise if kept counts miss the budget by more than a step of the largest kind.
+    """Raise if kept counts miss the budget by more than a step of the largest pool.
 
     :param share: wanted sparsity over all groups' parameters
     :param slack: parameters by which they may miss it, in place of that step

@@ -128,7 +128,7 @@ def allocate_uniformly(
 ) -> UnitAllocation:
     """Return an allocation of equal sparsity in every group, rounded so that the budget is met.
 
-    :param allowed: whether a kind of modules may keep n units, where all layers must be of one size
+    :param allowed: whether modules of a pool may keep n units, where all layers must be of one size
     """
     share = budget.share
     if allowed is None:

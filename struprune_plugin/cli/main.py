@@ -120,6 +120,8 @@ def plan(
     from struprune_plugin.vocabulary.trim import describe_trim
     from struprune_plugin.vocabulary.trim_plan import Ranking, check_source, plan_trim
 
+    if data and vocabulary is None:
+        raise ValueError("--data: must come with --vocabulary: a plan reads no other text. Leave it out.")
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
     modifiers, ranking = (
         load_recipe(recipe, changes).modifiers,

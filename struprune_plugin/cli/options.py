@@ -58,7 +58,7 @@ SeqLength = Annotated[int | None, option("--seq-length", _LENGTH, "N", _TEXT, mi
 BatchSize = Annotated[int, option("--batch-size", "samples on the device at a time", "N", _TEXT, min=1)]
 
 _CHANGES = "Changes to the recipe"
-_REMOVE = "fraction of the decoder layers' parameters to remove, in [0, 1) [default: the recipe's, 0.2 in struprune]"
+_REMOVE = "fraction of the parameters of layers' linears to remove, in [0, 1) [default: the recipe's, 0.2 in struprune]"
 _LIMIT = "limit for the whole model, e.g. '{parameters: 0.7}' or '{bytes: 400MB}'"
 _EFFORT = "fast saves time; best improves quality, with up to four times the text"
 _SET = "set a field of the recipe, e.g. prune_ffn=false; may be repeated"

@@ -38,7 +38,7 @@ def check_gguf(config: Any, tokenizer: Path) -> None:
         if got != wanted:
             raise ValueError(
                 f"gguf: {name} must be {wanted!r}, which llama.cpp's {_ARCHITECTURE} architecture computes, got {got!r}. "
-                "Convert to uniform-padded, and try llama.cpp's own converter."
+                "Try llama.cpp's own converter, on a pruned folder after `convert --to uniform-padded`."
             )
     _name_splitting(_read_tokenizer(tokenizer))
     if find_spec("gguf") is None:

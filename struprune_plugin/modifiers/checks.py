@@ -39,7 +39,7 @@ _LAST = *_QUANTISERS, SparsityModifierBase, ConstantPruningModifier, MagnitudePr
 def refuse(recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitGroup], stages: Stages) -> None:
     """Raise if a recipe's fields, the model and the stages around pruning do not go together.
 
-    ``struprune plan`` and a run refuse the same: nothing here needs weights or data.
+    ``struprune plan`` calls this, too: nothing here needs weights or data, which a run checks afterwards.
 
     :param recipe: the pruning stage, completed by an allocator's
     :param stages: modifiers before pruning, and those behind it

@@ -66,7 +66,7 @@ class SoftmaxRule(rules.AllocationRule):
         return value
 
     def spread(self, share: float, temperature: float, importance: Tensor, sizes: Tensor) -> Tensor:
-        """Return the sparsities of one kind's modules, see :func:`allocate_softmax`."""
+        """Return the sparsities of one pool's modules, see :func:`allocate_softmax`."""
         if self.as_printed:
             return allocate_softmax_as_printed(importance, share, temperature, self.max_sparsity)
         return allocate_softmax(importance, sizes, share, temperature, self.max_sparsity)
@@ -198,14 +198,14 @@ def search_temperature(
     Source: paper, Algorithms 2 and 3, the outer loop and step 5, with losses read off the moments (R9).
 
     :param curves: error with k = 0 ... num_units units kept, one per group, shape [num_units + 1]
-    :param spread: returns the sparsities of one kind's modules from (temperature, importances, parameters)
+    :param spread: returns the sparsities of one pool's modules from (temperature, importances, parameters)
     """
-    kinds, tried = {group.kind: list[int]() for group in groups}, []
+    pools, tried = {group.pool: list[int]() for group in groups}, []
     for place, group in enumerate(groups):
-        kinds[group.kind].append(place)
+        pools[group.pool].append(place)
     for temperature in temperatures:
         shares = torch.zeros(len(groups), dtype=torch.float64)
-        for members in kinds.values():
+        for members in pools.values():
             weights = torch.tensor([importance[i] for i in members], dtype=torch.float64)
             shares[members] = spread(temperature, weights, torch.tensor([groups[i].num_parameters for i in members]))
         num_keep = round_kept_counts(groups, shares.tolist())

@@ -111,7 +111,9 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
         shares.setdefault(read_label(group), []).append(group.kept / group.num_units)
     chosen = [settings.get(name) for name in ("importance", "weight_update")]
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
-    temperature = manifest.allocation.temperature
+    temperature, name = manifest.allocation.temperature, manifest.allocation.method
+    if manifest.allocation.taken not in (None, name):
+        name += f", of whose candidates {manifest.allocation.taken} was taken"
     facts = [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%} of the whole model)"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
@@ -119,7 +121,7 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
         ("units that stay", ", ".join(f"{name} {min(of):.0%} to {max(of):.0%}" for name, of in shares.items())),
         ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
-        ("allocation", manifest.allocation.method + ("" if temperature is None else f", T = {temperature:g}")),
+        ("allocation", name + ("" if temperature is None else f", T = {temperature:g}")),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
     ]
     if manifest.allocation.doubt:

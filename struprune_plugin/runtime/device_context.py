@@ -96,7 +96,8 @@ class DeviceContext:
 
     @contextmanager
     def onload_layer(self, layer: nn.Module, following: nn.Module | None) -> Iterator[None]:
-        """Keep a layer's weights on the device during the block, and fetch those of the following layer, unless the block fails."""
+        """Keep a layer's weights on the device during the block, once something uses them, and fetch those of the following layer,
+        unless the block fails."""
         with disable_offloading():
             self._ahead.take(layer)
             if following is not None and not self.solves_on_host:

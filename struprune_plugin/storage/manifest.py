@@ -67,7 +67,7 @@ class LimitRecord:
 
 @dataclass(frozen=True, config=_CLOSED)
 class BudgetRecord:
-    """Record of the requested and removed parameters of the decoder layers' linears."""
+    """Record of the requested and removed parameters of the linears of modules that hold units."""
 
     prunable_parameters: Count
     asked_sparsity: float

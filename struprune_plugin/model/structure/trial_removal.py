@@ -71,7 +71,7 @@ def survives_mixing(
     A permutation shows that channels are interchangeable; any other matrix shows that values may be rotated.
 
     :param consumer: the linear that reads the channels, head by head
-    :param rows: rows that produce them, as :func:`~struprune_plugin.model.structure.units.list_channel_rows` returns them
+    :param rows: rows that produce them, as :func:`~struprune_plugin.units.attention_reading.list_channel_rows` returns them
     """
     wanted = run()
     with _change(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):

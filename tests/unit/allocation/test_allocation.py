@@ -43,7 +43,7 @@ def test_round_kept_counts_total_misses_less_than_one_step(shares, multiple, hea
     groups = make_groups(heads=heads, multiple=multiple)
     kept = round_kept_counts(groups, shares)
     ideal = sum(share * g.num_parameters for share, g in zip(shares, groups, strict=True))
-    at_a_bound = any(k in (g.step, g.num_units) for g, k in zip(groups, kept, strict=True) if g.kind == "ffn")
+    at_a_bound = any(k in (g.step, g.num_units) for g, k in zip(groups, kept, strict=True) if g.pool == "ffn")
     assert abs(count_removed(groups, kept) - ideal) <= (
         129 * multiple / 2 if not at_a_bound else 2000 + 4 * 129 * multiple
     )

@@ -89,7 +89,7 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         ),
         (["eval", str(DEMO_MODEL), "--window", "512"], "--window: must be at most the model's 256 positions, got 512"),
         (["eval", str(DEMO_MODEL), "--tasks", "x", "--include-path", "none"], "dir 'none' does not exist"),
-        (["convert", str(DEMO_MODEL), "--to", "gguf", "--output", "OUT"], "must be a pruned folder in the per"),
+        (["convert", str(DEMO_MODEL), "--to", "gguf", "--output", "OUT"], "gguf: model_type must be .llama."),
         ([*PRUNE, "--offload", RECIPE], "--offload: must be in a folder that can be written"),
         ([*PRUNE, "--checkpoint", f"{ROOT}/LICENSE/c"], "--checkpoint: must be in a folder that can be written"),
         (["eval", str(DEMO_MODEL), "--tasks", "no_such_task"], r"--tasks: \['no_such_task'\] must be known to lm-eval"),

@@ -196,7 +196,9 @@ class Case:
 
     @cached_property
     def groups(self) -> list[Any]:
-        return find_groups(self.tiny, self.unit, prune_experts=True)
+        kinds = list_kinds(attention_unit=self.unit, prune_ffn=True, prune_experts=True)
+        kinds += [kind for kind in list_kinds() if kind.by_default and self.unit != "none"]
+        return list_groups(self.tiny, kinds)
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -341,18 +343,19 @@ def mask_dense(dense: PreTrainedModel, pruned: PreTrainedModel, manifest: Manife
         if name in sliced and parameter.shape == sliced[name].shape:  # queries and keys: what ADMM may have changed
             parameter.data.copy_(sliced[name].data)
     keep = {record.name: torch.tensor(record.keep) for record in manifest.groups}
-    kinds = [record.kind for record in manifest.groups]
-    unit: Any = next((kind for kind in kinds if kind not in ("ffn", "experts")), "none")
+    kinds = {record.kind for record in manifest.groups}
     if "experts" in kinds:
         linearize_experts(dense)
         linearize_experts(pruned)
-    pairs = [find_groups(m, unit, "ffn" in kinds, prune_experts="experts" in kinds) for m in (dense, pruned)]
+    pairs = [list_groups(model, [kind for kind in list_kinds() if kind.kind in kinds]) for model in (dense, pruned)]
     for group, smaller in zip(*pairs, strict=True):
         if group.name not in keep:
             continue
         source = pruned.get_submodule(group.layer_name)
         layer = dense.get_submodule(group.layer_name)
-        for name in group.producers:
+        if group.tensors:
+            blank_group(layer, group, keep[group.name])
+        for name in group.producers if not group.tensors else ():
             whole, cut = (append_bias(*read_weight(find_linear(each, name))) for each in (layer, source))
             whole[group.find_kept_rows(name, keep[group.name])] = cut
             set_weight(find_linear(layer, name), whole)

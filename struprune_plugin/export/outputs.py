@@ -31,6 +31,7 @@ class PerLayerOutput:
     """Every layer has its own size, and our modelling file travels with the folder."""
 
     default_allocation: str | None = None  # of a recipe that names no rule; None: the modifier's
+    resizes_modules = True  # whether modules may shrink by numbers of their own
 
     def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that can be pruned in this form."""
@@ -58,6 +59,7 @@ class UniformOutput(PerLayerOutput):
     """All layers have the same size, and stock classes load the folder."""
 
     default_allocation = "uniform"
+    resizes_modules = False
 
     def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that a stock class can shrink in all layers alike, and those whose units all stay."""
@@ -202,9 +204,9 @@ def _pad_layers(model: PreTrainedModel) -> None:
     """Pad values to the dense width, heads to the largest number of any layer, FFNs of equal dense width to a common width."""
     dense, changes = stock_config.build_stock(model, {})[0], dict[str, int]()
     replace_conv1d(dense)
+    _grow_resized(model)
     release_padding(model)
     grow_padded(model)
-    _grow_resized(model)
     now, before = stock_config.list_sizes(model), stock_config.list_sizes(dense)
     if any(size.num_heads < dense_size.num_heads for size, dense_size in zip(now, before, strict=True)):
         most, every = (max(size.num_key_value_heads for size in sizes) for sizes in (now, before))

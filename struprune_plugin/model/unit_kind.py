@@ -32,7 +32,8 @@ class UnitKind(Config):
     :cvar parts: parts of producers whose rows belong to units; rows of other parts are never removed
     :cvar splits_blocks: whether a unit is a channel of a block, such as a head, else a whole block or a channel alone
     :cvar of_mixture: whether its modules are those of a mixture, which is split into linears first
-    :cvar short_form: recipe's field, and its value, that also ask for the kind; None where ``units`` alone does
+    :cvar short_form: recipe's field, and its value, that also ask for the kind; None where there is none
+    :cvar by_default: whether recipes without ``units`` prune it wherever a model has it, unless attention stays whole
     :cvar solve_copies: number of float64 Gram matrices alive at the same time in the worst solve, float32 ones counted half
     """
 
@@ -43,6 +44,7 @@ class UnitKind(Config):
     splits_blocks: ClassVar[bool] = False
     of_mixture: ClassVar[bool] = False
     short_form: ClassVar[tuple[str, Any] | None] = None
+    by_default: ClassVar[bool] = False
     solve_copies: ClassVar[int] = 7
     kind: str
 

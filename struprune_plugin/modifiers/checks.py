@@ -46,7 +46,7 @@ def refuse(recipe: PruningFields, model: PreTrainedModel, groups: Sequence[UnitG
     """
     check_order(recipe, stages[0])
     kinds = recipe.list_units()
-    mixers = [kind for kind in kinds if kind.is_mixer]
+    mixers = [kind for kind in kinds if kind.is_mixer and not kind.by_default]
     check_heads(stages[1], *(any(kind.splits_blocks == narrow for kind in mixers) for narrow in (False, True)))
     recipe.importance.check(model, kinds)
     recipe.weight_update.check(model, kinds)

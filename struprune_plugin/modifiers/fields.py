@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, PrivateAttr, SerializeAsAny, model_validator
 from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.rules import RULES, AllocationRule
@@ -151,6 +151,7 @@ class StructuredModifier(StageModifier):
     targets: Annotated[Patterns, Field(min_length=1)] = Field(default_factory=lambda: ["re:.*"])
     ignore: Patterns = Field(default_factory=list)
     units: Annotated[list[UnitField], Field(min_length=1)] | None = None
+    _added: list[UnitKind] = PrivateAttr(default_factory=list)
     attention_unit: Annotated[AttentionUnit, BeforeValidator(lambda v: "value_channels" if v == "vo" else v)] = (
         "value_channels"
     )
@@ -201,11 +202,19 @@ class StructuredModifier(StageModifier):
             linearize_experts(model)
         return list_groups(model, kinds, self.targets, self.ignore)
 
+    def add_units(self, model: PreTrainedModel) -> Self:
+        """Return the recipe with the kinds of units that a model has and that recipes without ``units`` prune, too."""
+        recipe, layouts = self.model_copy(), find_structure(model).kinds
+        present = {unit.kind for layout in layouts for unit in layout.units}
+        recipe._added = [kind for kind in list_kinds() if kind.by_default and kind.kind in present]
+        return recipe
+
     def list_units(self) -> list[UnitKind]:
         """Return the kinds of units to prune."""
         if self.units is not None:
             return [*self.units]
         kinds = list_kinds(attention_unit=self.attention_unit, prune_ffn=self.prune_ffn)
+        kinds += self._added if self.attention_unit != "none" else []
         return kinds if self.experts is None else [*kinds, self.experts]
 
     @property
@@ -265,6 +274,9 @@ class PruningFields(StructuredModifier):
             self.allocation = RULES.parse(rule)
             self.model_fields_set.discard("allocation")
         return self
+
+    def add_units(self, model: PreTrainedModel) -> Self:
+        return super().add_units(model) if OUTPUTS[self.output].resizes_modules else self
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects and its output can hold."""

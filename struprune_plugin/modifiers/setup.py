@@ -111,7 +111,7 @@ def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages
     :param stages: modifiers before the pruning stage in the recipe, and those behind it
     :raises ValueError: recipe and model do not go together, or the budget cannot be met
     """
-    recipe = _rehearse(complete_recipe(pruning, stages[0]), model)
+    recipe = _rehearse(complete_recipe(pruning, stages[0]).add_units(model), model)
     recipe, groups, entries = _find_entries(recipe, model, [*stages[0], *stages[1]])
     checks.refuse(recipe, model, groups, stages)
     roundings = budgets.find_roundings(model, groups, stages[1], recipe.width_multiple)

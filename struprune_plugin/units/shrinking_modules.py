@@ -34,6 +34,7 @@ class ShrinkingUnits(UnitKind):
     """Base of units whose modules shrink by tensors of their own and by what they count."""
 
     order: ClassVar[int] = 0
+    by_default: ClassVar[bool] = True
 
     def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
         """Return the units of one module of a layer."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from struprune_plugin.model.structure.couplings import COPIES, Call, Measured, measure, watch
 from struprune_plugin.model.structure.joins import find_joins
-from struprune_plugin.model.structure.layout import Join, LayerLayout, Structure, UnitLayout
+from struprune_plugin.model.structure.layout import LayerLayout, Structure, UnitLayout
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, find_class, prove_once
 from struprune_plugin.model.structure.units import read_units
@@ -117,13 +117,8 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
             left[module.output] = flaw
         else:
             proved.append(module)
-    joins: dict[str, Join] = {}
-    for joined in (
-        proved,
-        [module for module in proved if not module.by_name],
-    ):  # those beside them join as if they were not there
-        consumers = [module.output for module in joined]
-        joins |= find_joins(measured, [name for name in measured.outputs if name in consumers]) if joined else {}
+    consumers = [module.output for module in proved]
+    joins = find_joins(measured, [name for name in measured.outputs if name in consumers]) if proved else {}
     return LayerLayout([replace(module, join=joins[module.output]) for module in proved], left)
 
 

@@ -4,18 +4,36 @@ import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import CHEAP, run_oneshot, save_model
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
+from struprune_plugin.model.groups import list_groups
+from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.unit_kind import UNIT_KINDS
 from struprune_plugin.storage.manifest import read_manifest
 
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_conv_kernel_dim": 4}
 DELTA |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
-MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+FALCON = {**MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": False, "ssm_multipliers": [0.5, 2.0, 1.5, 0.7, 1.2]}
+GROUPS = {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2}
+GROUPS |= {"ssm_state_size": 8, "chunk_size": 8}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 TYPES = {  # kind of units, share that goes, and what a tiny model of the type needs
     "lfm2": ("convolution", 0.02, {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
     "qwen3_5_text": ("recurrent_heads", 0.05, DELTA),
-    "bamba": ("recurrent_heads", 0.05, MAMBA),  # a norm over all heads
+    "qwen3_next": ("recurrent_heads", 0.15, DELTA | MIXTURE),  # rows head by head
+    "bamba": ("recurrent_heads", 0.05, MAMBA | {"attn_layer_indices": [1]}),  # a norm over all heads
+    "falcon_h1": ("recurrent_heads", 0.1, FALCON),  # beside attention, with a buffer that loading computes
+    "nemotron_h": ("recurrent_heads", 0.02, GROUPS),  # heads of groups, a norm over each
 }
 
 
@@ -49,7 +67,9 @@ def count_state(cache):
 
 def test_saved_and_loaded_it_gives_the_same_with_a_smaller_cache(pruned):
     kind, dense, model, out, _ = pruned
-    assert {(group.kind, group.kept < group.num_units) for group in read_manifest(out).groups} == {(kind, True)}
+    groups = read_manifest(out).groups
+    assert {group.kind for group in groups} == {kind}
+    assert any(group.kept < group.num_units for group in groups)
     loaded, whole = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (out, dense))
     tokens = torch.arange(4, 20)[None]
     wanted = model(tokens, use_cache=False).logits
@@ -85,3 +105,36 @@ def test_one_size_for_all_layers_is_refused(pruned, tmp_path):
     fields = {"units": [kind, "ffn"], "output": "uniform", "sparsity": 0.1}
     with pytest.raises(ValueError, match=f"got units: {kind}"):
         run_oneshot(str(dense), **fields, output_dir=str(tmp_path / "out"))
+
+
+def test_recipes_that_name_no_units_take_them_unless_attention_stays_whole(tmp_path):
+    dense, kinds = str(save_model(make_model("falcon_h1", **FALCON), tmp_path / "dense")), []
+    for fields in ({}, {"attention_unit": "none"}):
+        run_oneshot(dense, sparsity=0.3, **fields, output_dir=str(tmp_path / "out"), overwrite=True)
+        kinds.append({group.kind for group in read_manifest(tmp_path / "out").groups})
+    assert kinds == [{"recurrent_heads", "value_channels", "ffn"}, {"ffn"}]
+
+
+def test_groups_of_heads_keep_the_same_number():
+    structure = find_structure(make_model("nemotron_h", **GROUPS))
+    (unit,) = (unit for kind in structure.kinds for unit in kind.units if unit.by_name)
+    group = list_groups(make_model("nemotron_h", **GROUPS), [UNIT_KINDS.parse("recurrent_heads")])[0]
+    assert (group.num_units, group.num_blocks, group.columns_per_unit) == (8, 2, 8)
+    assert unit.tensors["mixer.conv1d.weight"] == ("channel", "shared")
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "falcon_h1"])
+def test_a_quantiser_and_adapters_take_the_smaller_modules(model_type, tmp_path):
+    kind, share, changes = TYPES[model_type]
+    dense = str(save_model(make_model(model_type, **changes), tmp_path / "dense"))
+    modifier = StruPruneModifier(units=[kind], sparsity=share, **CHEAP)
+    recipe = [modifier, QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+    run_oneshot(dense, recipe, output_dir=str(tmp_path / "quantised"))
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised")(torch.arange(4, 20)[None]).logits
+    assert out.isfinite().all()
+    run_oneshot(dense, units=[kind], sparsity=share, output_dir=str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "out_proj"], r=2, init_lora_weights=False))
+    wanted = adapted(torch.arange(4, 20)[None]).logits
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(torch.arange(4, 20)[None]).logits, wanted, rtol=1e-4, atol=1e-4)

@@ -193,11 +193,11 @@ def _find_dense(config: Any) -> Any:
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:
-    """Grow groups of heads or channels in place to at least ``wanted`` units each, by zeros after the present ones."""
+    """Grow groups of heads or channels in place to at least ``wanted`` units each, by zeros after the present ones of a block."""
     for group, num_units in zip(groups, wanted, strict=True):
         if group.num_units < num_units:
-            layer, present = model.get_submodule(group.layer_name), torch.arange(group.num_units)
-            grow_group(layer, group.resize(num_units), present)
+            present = torch.arange(num_units).view(group.num_blocks, -1)[:, : group.num_units // group.num_blocks]
+            grow_group(model.get_submodule(group.layer_name), group.resize(num_units), present.flatten())
 
 
 def _pad_layers(model: PreTrainedModel) -> None:

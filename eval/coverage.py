@@ -45,7 +45,7 @@ from struprune_plugin.evaluation.text import DEMO_MODEL, pack_windows
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.model.experts import linearize_experts, pack_experts
-from struprune_plugin.model.groups import find_groups, list_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_linear
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens, find_class
@@ -184,12 +184,15 @@ class Case:
 
     @cached_property
     def unit(self) -> Any:
-        """The attention unit, ``none`` where only FFN channels can go."""
+        """The attention unit, ``none`` where no unit of a mixer can go."""
         replace_conv1d(self.tiny)
         if find_structure(self.tiny).has_mixtures:
             linearize_experts(self.tiny)
+        mixers = [
+            kind for kind in list_kinds() if kind.by_default or kind.short_form == ("attention_unit", "value_channels")
+        ]
         try:
-            find_groups(self.tiny, "value_channels", prune_ffn=False)
+            list_groups(self.tiny, mixers)
         except ValueError:
             return "none"
         return "value_channels"

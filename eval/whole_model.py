@@ -20,7 +20,8 @@ import torch
 
 from eval.peers.compact import prune_compact
 from eval.vocabulary import add_arguments, list_sizes, read_ranking, read_scored
-from struprune_plugin import StruPruneModifier, oneshot
+from struprune_plugin import oneshot
+from struprune_plugin.cli.options import read_changes
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_bits
 from struprune_plugin.evaluation.text import make_calibration_dataset
 from struprune_plugin.model.layers import count_prunable_parameters
@@ -50,7 +51,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.3, help="of all parameters of the model, as stored")
     parser.add_argument("--rows", required=True, help="of the vocabulary that stay, or several: 65536,49152")
     parser.add_argument("--num-samples", type=int, default=64)
-    parser.add_argument("--effort", default="default")
+    parser.add_argument(
+        "--set", action="append", help="a field of the default recipe, e.g. effort=fast; may be repeated"
+    )
     parsed = parser.parse_args()
     texts, source = read_scored(parsed), check_source(parsed.model)
     scores: dict[str, tuple[Bits, float]] = {}
@@ -78,9 +81,9 @@ def main() -> None:
             start, out = time.perf_counter(), Path(scratch) / "out"
             smaller = load_tokenizer(folder)
             data = make_calibration_dataset(str(ranking.text), smaller, parsed.num_samples, parsed.window)
-            recipe = StruPruneModifier(sparsity=sparsity, effort=parsed.effort)
+            changes = {**read_changes(parsed.set), "sparsity": sparsity}
             options = {"dataset": data, "num_calibration_samples": len(data), "shuffle_calibration_samples": False}
-            oneshot(folder, recipe, out, overwrite=True, batch_size=8, **options)
+            oneshot(folder, "struprune", out, overwrite=True, changes=changes, batch_size=8, **options)
             seconds = time.perf_counter() - start
             model, smaller = load_checkpoint(str(out), parsed.dtype)
             scores[way] = {n: measure_bits(model, smaller, text, parsed.window) for n, text in texts.items()}, seconds

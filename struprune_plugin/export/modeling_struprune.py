@@ -302,18 +302,18 @@ def replace_conv1d(model: Any) -> None:
 
 
 def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
-    """Set the padding of one of a module's linears; from now on the module's stock code runs on a :class:`View` of it.
+    """Set the padding of a module's linear or buffer; from now on the module's stock code runs on a :class:`View` of it.
 
     :raises ValueError: no method of the class reads a linear of that name, so that a view would change nothing
     """
-    if not any(name in inspect.unwrap(method).__code__.co_names for method in list_methods(type(owner)).values()):
+    methods = list_methods(type(owner)).values() if name in owner._modules else ()
+    if methods and not any(name in inspect.unwrap(method).__code__.co_names for method in methods):
         raise ValueError(
             f"{type(owner).__name__}: its code in transformers {transformers.__version__} must call the linear {name!r}, and does "
             "not. Load the checkpoint with an older transformers, or convert it there: `struprune convert --to uniform-padded`."
         )
     if "struprune_padding" not in vars(owner):
-        owner.__class__ = derive_padded(type(owner))
-        owner.struprune_padding = {}
+        owner.__class__, owner.struprune_padding = derive_padded(type(owner)), {}
     owner.struprune_padding[name] = padding
 
 

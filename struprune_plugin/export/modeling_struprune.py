@@ -212,7 +212,11 @@ def fit_layers(model: Any, layout: Layout) -> None:
 
 
 def check_parts(model: Any, layout: Layout) -> None:
-    """Raise ValueError where the processes of tensor parallelism, where a model is loaded for it, cannot share a layer evenly."""
+    """Raise ValueError where tensor parallelism cannot share a layer evenly, or vLLM's backend would lose recurrent states."""
+    if getattr(model, "_is_stateful", False) and getattr(model.config, "_attn_implementation", None) == "vllm":
+        raise ValueError(
+            "vLLM: its Transformers backend keeps no recurrent states. For its own class, `struprune convert --to uniform-padded`."
+        )
     distributed = getattr(model.config, "distributed_config", None)
     if (ranks := getattr(distributed, "tp_size", None) or 1) == 1:
         return
@@ -251,10 +255,8 @@ def mark_layers(model: Any, layout: Layout) -> Any:
 
 
 def follow_layers(model: Any) -> None:
-    """Let a model's configuration describe the layers that are there, also where some were dropped, moved or repeated.
-
-    :raises ValueError: a layer is none of the checkpoint's, or the configuration states another number of layers
-    """
+    """Let a model's configuration describe the layers that are there, also where some were dropped, moved or repeated; raise
+    ValueError where one is none of the checkpoint's, or the configuration states another number of them."""
     config, layout = model.config, model.config.layout
     layers = find_layers(model, layout)
     places = [getattr(layer, "struprune_index", None) for layer in layers]
@@ -302,10 +304,8 @@ def replace_conv1d(model: Any) -> None:
 
 
 def adopt_padding(owner: Any, name: str, padding: LinearLayout) -> None:
-    """Set the padding of a module's linear or buffer; from now on the module's stock code runs on a :class:`View` of it.
-
-    :raises ValueError: no method of the class reads a linear of that name, so that a view would change nothing
-    """
+    """Set the padding of a module's linear or buffer; from now on the module's stock code runs on a :class:`View` of it. Raise
+    ValueError where no method of the class reads a linear of that name, so that a view would change nothing."""
     methods = list_methods(type(owner)).values() if name in owner._modules else ()
     if methods and not any(name in inspect.unwrap(method).__code__.co_names for method in methods):
         raise ValueError(

@@ -1,8 +1,10 @@
 import inspect
 import json
+from contextlib import nullcontext
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers.cuts import save_pruned
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from struprune_plugin.export import modeling_struprune
@@ -50,3 +52,13 @@ def test_every_layers_configuration_tells_its_head_size(save_family, prune_once,
     width = next(m.head_dim for m in dense.modules() if hasattr(m, "q_proj"))
     config = AutoConfig.from_pretrained(prune_once(folder, "head")[1])
     assert {layer.head_dim for layer in config.per_layer_config} == {width}
+
+
+@pytest.mark.parametrize(("model_type", "stops"), [("falcon_h1", True), ("llama", False)])
+def test_its_backend_that_keeps_no_recurrent_states_is_refused(model_type, stops, tmp_path, monkeypatch):
+    """vLLM's Transformers backend runs Falcon-H1, whose layers have attention, too, and its tokens would be wrong."""
+    save_pruned(model_type, tmp_path)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", None)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="vllm")
+    with pytest.raises(ValueError, match="no recurrent states") if stops else nullcontext():
+        AutoModelForCausalLM.from_config(config)

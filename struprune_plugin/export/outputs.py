@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from struprune_plugin.export import stock_config
+from struprune_plugin.export import stock_config, stock_units
 from struprune_plugin.export.any_class import grow_padded, release_padding, replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_stock, carry_files, keep_generation_settings
 from struprune_plugin.export.llama_cpp_gguf import FILE_NAME, check_gguf, write_gguf
@@ -19,7 +19,7 @@ from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group
-from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
 from struprune_plugin.storage.files import check_room
@@ -31,7 +31,10 @@ class PerLayerOutput:
     """Every layer has its own size, and our modelling file travels with the folder."""
 
     default_allocation: str | None = None  # of a recipe that names no rule; None: the modifier's
-    resizes_modules = True  # whether modules may shrink by numbers of their own
+
+    def find_obstacle(self, model: PreTrainedModel, kind: UnitKind) -> str:
+        """Return why modules that shrink by numbers of their own cannot lose units of a kind in this form; empty where they can."""
+        return ""
 
     def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that can be pruned in this form."""
@@ -59,11 +62,13 @@ class UniformOutput(PerLayerOutput):
     """All layers have the same size, and stock classes load the folder."""
 
     default_allocation = "uniform"
-    resizes_modules = False
+
+    def find_obstacle(self, model: PreTrainedModel, kind: UnitKind) -> str:
+        return stock_units.find_obstacle(model, kind)
 
     def select(self, model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
         """Return the groups that a stock class can shrink in all layers alike, and those whose units all stay."""
-        if not stock_config.are_layers_alike(model):
+        if not _are_layers_alike(model):
             return list(groups)  # refused by :meth:`check`
         cut = [group for group in groups if not group.unit.drops_entries]
         chosen = {group.name: group for group in (stock_config.select_configurable(model, cut) if cut else cut)}
@@ -73,13 +78,14 @@ class UniformOutput(PerLayerOutput):
         self, recipe: Any, model: PreTrainedModel, groups: Sequence[UnitGroup], is_quantised: bool
     ) -> Iterator[tuple[bool, str]]:
         name, rule = model.config.model_type, recipe.allocation
-        mixers = [group for group in groups if group.unit.is_mixer]
+        mixers = [group for group in groups if group.unit.is_mixer and not group.tensors]
         heads = max((group.num_units for group in mixers), default=0)
         start = "`output: uniform`"
-        named = {group.kind for group in groups if group.tensors}
+        resized = {group.kind: group.unit for group in groups if group.tensors}
+        obstacles = [f"{n} ({why})" for n, kind in resized.items() if (why := self.find_obstacle(model, kind))]
         yield (
-            bool(named),
-            f"{start} needs sizes that the stock configuration states, got units: {', '.join(named)}. Remove them, or set "
+            bool(obstacles),
+            f"{start} needs sizes that the stock configuration states, got units: {', '.join(obstacles)}. Remove them, or set "
             "`output: per_layer`.",
         )
         yield (
@@ -97,26 +103,34 @@ class UniformOutput(PerLayerOutput):
             "per_layer`.",
         )
         yield (
-            not stock_config.are_layers_alike(model),
-            f"{start} needs layers that are all the same, got layers of different sizes or values narrower than queries. Convert "
-            "the model first (struprune convert --to uniform-padded).",
+            not _are_layers_alike(model),
+            f"{start} needs layers that are all the same, got layers of different sizes, values narrower than queries, or mixers "
+            "that have lost units. Convert the model first (struprune convert --to uniform-padded).",
         )
         has_choice = recipe.targets != ["re:.*"] or bool(recipe.ignore)
         yield has_choice, f"{start} must cover all decoder layers. Remove targets and ignore."
         can_hold = self.allocate(model)
         yield (
-            any(kind.is_mixer and not kind.splits_blocks for kind in recipe.list_units())
+            any(kind in stock_config.list_head_kinds() for kind in recipe.list_units())
             and not any(can_hold("attention", n) for n in range(1, heads)),
             f"{start} needs all heads of {name}, got `attention_unit: head`. Set it to none.",
         )
 
     def allocate(self, model: PreTrainedModel) -> Callable[[str, int], bool]:
-        return lambda pool, n: pool != "attention" or stock_config.can_hold_heads(model, n)
+        resized = {kind.pool for kind in stock_units.list_resized_kinds(model)}
+
+        def can_hold(pool: str, n: int) -> bool:
+            if pool in resized:
+                return stock_units.can_hold_units(model, pool, n)
+            return pool != "attention" or stock_config.can_hold_heads(model, n)
+
+        return can_hold
 
     def adopt(self, model: PreTrainedModel) -> None:
         release_padding(model)
         heads = {size.num_key_value_heads for size in stock_config.list_sizes(model)} - {0}
         changes = stock_config.change_heads(model, heads.pop()) if len(heads) == 1 else {}  # else no head was removed
+        changes |= stock_units.read_unit_changes(model)
         adopt_stock(model, stock_config.find_stock_config(model, changes))
 
 
@@ -185,6 +199,10 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
     CONVERSIONS[form].check(_find_dense(config), source)
     model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)
     CONVERSIONS[form].write(model, source, output)
+
+
+def _are_layers_alike(model: PreTrainedModel) -> bool:
+    return stock_config.are_layers_alike(model) and stock_units.are_units_alike(model)
 
 
 def _find_dense(config: Any) -> Any:

@@ -137,10 +137,10 @@ def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[attribute] = new
 
 
-def scale_tensor(layer: nn.Module, name: str, factor: float) -> None:
-    """Multiply a parameter of a layer by a factor."""
+def change_tensor(layer: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Set a parameter or buffer of a layer to a function of itself, cast to its dtype."""
     owner, old = _find_tensor(layer, name)
-    _set_tensor(owner, name, old.float() * factor)
+    _set_tensor(owner, name, change(old))
 
 
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:

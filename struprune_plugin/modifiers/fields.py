@@ -276,7 +276,9 @@ class PruningFields(StructuredModifier):
         return self
 
     def add_units(self, model: PreTrainedModel) -> Self:
-        return super().add_units(model) if OUTPUTS[self.output].resizes_modules else self
+        recipe, output = super().add_units(model), OUTPUTS[self.output]
+        recipe._added = [kind for kind in recipe._added if not output.find_obstacle(model, kind)]
+        return recipe
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
         """Return the groups that the recipe selects and its output can hold."""

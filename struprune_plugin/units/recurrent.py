@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from struprune_plugin.export.modeling_struprune import narrow
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
-from struprune_plugin.model.surgery import scale_tensor
+from struprune_plugin.model.structure.locate import read_padding
+from struprune_plugin.model.surgery import change_tensor
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.units.recurrent_reading import COLUMN, ENTRY, KEY, SHARED, RecurrentLayout, read_recurrent
 from struprune_plugin.units.shrinking_modules import ShrinkingUnits
@@ -66,6 +69,14 @@ class RecurrentHeads(ShrinkingUnits):
             for name in unit.buffers
         }
 
+    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+        """Cut buffers of which the module reads a part to that part, as the class computes them for fewer heads."""
+        assert isinstance(unit, RecurrentLayout)
+        forms = {name: form for name in unit.buffers if (form := read_padding(layer, name))}
+        for name, form in forms.items():
+            change_tensor(layer, name, partial(narrow, form=form["narrow"]))
+        return unit.output.rpartition(".")[0] if forms else ""
+
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         unit = _find_facts(group)
         padded = {name: unit.tensors[name] for name in unit.buffers}
@@ -76,7 +87,8 @@ class RecurrentHeads(ShrinkingUnits):
             _write(layer, name, max(_read(layer, tensor).shape))
         for eps, weight in unit.norms.items():  # the same function of fewer channels: zeros no longer count in the mean
             _write(layer, eps, _read(layer, eps) * group.num_units / num_keep)
-            scale_tensor(layer, weight, math.sqrt(group.num_units / num_keep))
+            factor = math.sqrt(group.num_units / num_keep)
+            change_tensor(layer, weight, lambda old, factor=factor: old.float() * factor)  # type: ignore[misc]
 
 
 def _find_facts(group: UnitGroup) -> RecurrentLayout:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.families import make_model
-from helpers.models import CHEAP, run_oneshot, save_model
+from helpers.models import CHEAP, make_dataset, run_oneshot, save_model
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -100,11 +100,55 @@ def test_kinds_that_a_model_lacks_are_refused_with_those_that_it_has(kind, save_
         run_oneshot(str(save_family("llama")), units=["ffn", kind], sparsity=0.1, output_dir=str(tmp_path / "out"))
 
 
-def test_one_size_for_all_layers_is_refused(pruned, tmp_path):
-    kind, dense, *_ = pruned
+STOCK = {"qwen3_5_text": 0.15, "qwen3_next": 0.15, "falcon_h1": 0.15}  # share that goes of all layers alike
+
+
+@pytest.mark.parametrize("model_type", STOCK)
+def test_in_one_size_the_stock_class_loads_it_where_its_configuration_has_the_numbers(model_type, tmp_path):
+    kind, _, changes = TYPES[model_type]
+    dense, out = str(save_model(make_model(model_type, **changes), tmp_path / "dense")), tmp_path / "out"
+    model = run_oneshot(dense, units=[kind], output="uniform", sparsity=STOCK[model_type], output_dir=str(out)).eval()
+    assert len({(group.num_units, group.kept) for group in read_manifest(out).groups}) == 1
+    assert not [*out.glob("*.py")]
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(out).eval(), torch.arange(4, 20)[None]
+    assert type(loaded) is type(model) is type(AutoModelForCausalLM.from_pretrained(dense))
+    for run in (lambda each: each(tokens, use_cache=False).logits, lambda each: run_with_cache(each, tokens)[0]):
+        wanted = run(model)
+        torch.testing.assert_close(run(loaded), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+    texts = [each.generate(tokens, max_new_tokens=8, do_sample=False) for each in (loaded, model)]
+    assert torch.equal(*texts)
+    again = run_oneshot(str(out), units=["ffn"], sparsity=0.1, output="uniform", output_dir=str(tmp_path / "again"))
+    assert type(again) is type(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"), [("falcon_h1", {"recurrent_heads", "head", "ffn"}), ("lfm2", {"head", "ffn"})]
+)
+def test_in_one_size_recipes_that_name_no_units_take_those_that_the_stock_class_can_have(model_type, kinds, tmp_path):
+    dense = str(save_model(make_model(model_type, **TYPES[model_type][2]), tmp_path / "dense"))
+    out, fields = tmp_path / "out", {"output": "uniform", "attention_unit": "head", "sparsity": 0.25}
+    model = run_oneshot(
+        dense, dataset=make_dataset(16), **fields, num_calibration_samples=16, output_dir=str(out)
+    ).eval()
+    assert {group.kind for group in read_manifest(out).groups} == kinds
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(out), torch.arange(4, 20)[None]
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_in_one_size_a_folder_with_different_sizes_is_refused(pruned, tmp_path):
+    _, _, _, out, _ = pruned
+    with pytest.raises(ValueError, match=r"Convert the model first|got none of the units ffn"):
+        run_oneshot(str(out), units=["ffn"], output="uniform", sparsity=0.1, output_dir=str(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "bamba", "nemotron_h"])
+def test_in_one_size_units_whose_number_no_key_sets_are_refused_by_name(model_type, tmp_path):
+    kind, _, changes = TYPES[model_type]
+    dense = str(save_model(make_model(model_type, **changes), tmp_path / "dense"))
     fields = {"units": [kind, "ffn"], "output": "uniform", "sparsity": 0.1}
-    with pytest.raises(ValueError, match=f"got units: {kind}"):
-        run_oneshot(str(dense), **fields, output_dir=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match=rf"got units: {kind} \(.*(no key|eps)"):
+        run_oneshot(dense, **fields, output_dir=str(tmp_path / "out"))
 
 
 def test_recipes_that_name_no_units_take_them_unless_attention_stays_whole(tmp_path):

@@ -197,8 +197,10 @@ def test_a_view_runs_the_stock_code_on_padded_linears():
 
 
 def test_a_class_that_does_not_read_the_linear_is_refused():
+    owner = Pair()
+    owner.third = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"Pair: its code in transformers .* must call the linear 'third', and"):
-        modeling_struprune.adopt_padding(Pair(), "third", {})
+        modeling_struprune.adopt_padding(owner, "third", {})
 
 
 def test_padded_and_narrow_are_inverse():

@@ -14,6 +14,7 @@ from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.unit_kind import UNIT_KINDS
 from struprune_plugin.storage.manifest import read_manifest
+from struprune_plugin.storage.resume_store import ResumeStore
 
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_conv_kernel_dim": 4}
 DELTA |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
@@ -157,6 +158,32 @@ def test_recipes_that_name_no_units_take_them_unless_attention_stays_whole(tmp_p
         run_oneshot(dense, sparsity=0.3, **fields, output_dir=str(tmp_path / "out"), overwrite=True)
         kinds.append({group.kind for group in read_manifest(tmp_path / "out").groups})
     assert kinds == [{"recurrent_heads", "value_channels", "ffn"}, {"ffn"}]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_run_killed_after_one_layer_goes_on_to_the_same_bytes(pruned, tmp_path, monkeypatch):
+    kind, dense, _, out, share = pruned
+
+    def run(folder):
+        options = {"output_dir": str(tmp_path / folder), "checkpoint_dir": str(tmp_path / "store")}
+        run_oneshot(str(dense), units=[kind], sparsity=share, **CHEAP, **options)
+
+    def die(store, part, value, write=ResumeStore.write):
+        write(store, part, value)
+        if part == "layer-00000":
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeStore, "write", die)
+        with pytest.raises(Killed):
+            run("killed")
+    run("resumed")
+    first, resumed = (folder / "model.safetensors" for folder in (out, tmp_path / "resumed"))
+    assert first.read_bytes() == resumed.read_bytes()
+    assert (out / "config.json").read_bytes() == (tmp_path / "resumed" / "config.json").read_bytes()
 
 
 def test_groups_of_heads_keep_the_same_number():

@@ -62,6 +62,11 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         set_weight(producer, grown.index_copy(0, kept, old))
     for name in _list_tensors(layer, group):
         (owner, old), rows = _find_tensor(layer, name), group.find_kept_rows(name, keep)
+        if old.dim() > 1 and old.numel() == 1:
+            raise ValueError(
+                f"{name}: must keep at least two units, whose axis is then known, got one in shape {[*old.shape]}. Leave the folder "
+                "in the per-layer form."
+            )
         shape, axis = [*old.shape], _find_axis(old)
         shape[axis] = len(group.find_row_owners(name))
         _set_tensor(owner, name, old.new_zeros(shape).index_copy(axis, rows, old))

@@ -1,17 +1,21 @@
 """Modules that shrink by tensors and numbers of their own: exact, saved, loaded, pruned again, refused where a model lacks them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.families import make_model
 from helpers.models import CHEAP, make_dataset, run_oneshot, save_model
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
+from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.unit_kind import UNIT_KINDS
 from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.storage.resume_store import ResumeStore
@@ -209,3 +213,12 @@ def test_a_quantiser_and_adapters_take_the_smaller_modules(model_type, tmp_path)
     wanted = adapted(torch.arange(4, 20)[None]).logits
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(torch.arange(4, 20)[None]).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_with_one_unit_left_does_not_say_where_units_are():
+    """Kimi's decays have the shape [1, 1, heads, 1]."""
+    layer = nn.Module()
+    layer.decay = nn.Parameter(torch.ones(1, 1, 1, 1))
+    group = SimpleNamespace(producers={}, tensors={"decay": ()}, find_kept_rows=lambda name, keep: keep)
+    with pytest.raises(ValueError, match="decay: must keep at least two units"):
+        grow_group(layer, group, torch.tensor([0]))

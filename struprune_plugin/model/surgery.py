@@ -64,7 +64,7 @@ def grow_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         (owner, old), rows = _find_tensor(layer, name), group.find_kept_rows(name, keep)
         if old.dim() > 1 and old.numel() == 1:
             raise ValueError(
-                f"{name}: must keep at least two units, whose axis is then known, got one in shape {[*old.shape]}. Leave the folder "
+                f"{name}: must keep at least two units, which show their axis, got one in shape {[*old.shape]}. Leave the folder "
                 "in the per-layer form."
             )
         shape, axis = [*old.shape], _find_axis(old)

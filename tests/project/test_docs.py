@@ -101,7 +101,9 @@ TOOLS = read_commands("python -m eval.")
 def test_tools_exist_and_have_the_flags(page, words):
     module = ROOT / words[2].replace(".", "/")
     file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
-    source = file.read_text(encoding="utf-8") + (ROOT / "eval" / "rows.py").read_text(encoding="utf-8")
+    source = file.read_text(encoding="utf-8")
+    shared = re.findall(r"from eval\.(\w+) import", source)  # where options that tools share are defined
+    source += "".join((ROOT / "eval" / f"{name}.py").read_text(encoding="utf-8") for name in shared if name != "peers")
     assert '__name__ == "__main__"' in source
     for word in words[3:]:
         if word.startswith("--"):

@@ -24,9 +24,9 @@ NEWEST = os.environ.get("STRUPRUNE_NEWEST_PYTHON")  # `make newest-test`: the Py
 OUTPUTS = {
     "phi3 heads": ("phi3", "head"),
     **{name: (name, "value_channels") for name in ("opt", "llama", "gpt2", "falcon", "olmo2", "qwen3_5_text")},
-    **{name: (name, "value_channels") for name in ("qwen3_moe", "gpt_oss", "gemma3")},
+    **{name: (name, "value_channels") for name in ("qwen3_moe", "gpt_oss", "gemma3", "lfm2", "falcon_h1")},
 }
-DEEP = ("qwen3_5_text", "gemma3")  # layers of two kinds, of which the second comes late
+DEEP = {"qwen3_5_text": 4, "gemma3": 4, "lfm2": 8}  # layers of two kinds, of which the second comes late
 QUANTISED, TRIMMED = "llama quantised", "llama trimmed"
 RECIPE = """
 pruning_stage:
@@ -44,7 +44,7 @@ def outputs(tmp_path_factory):
     place, made = tmp_path_factory.mktemp("versions"), {}
     for name, (model_type, unit) in OUTPUTS.items():
         dense, out = place / f"{model_type} dense", place / name
-        model = build_tiny(make_config(model_type, 4 if model_type in DEEP else 2))
+        model = build_tiny(make_config(model_type, DEEP.get(model_type, 2)))
         save_model(model, dense)  # the same one for each unit
         ids = draw_tokens(model.config, 8, 32)
         data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})

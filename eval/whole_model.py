@@ -4,7 +4,7 @@
         --share 0.3 --rows 65536
 
 Ours: rows by the text and the word list, then units by the default. COMPACT: as many rows by the tokens' frequency in the text
-alone, then FFN channels without repair. All read the same windows of the text.
+alone, then FFN channels without repair. All read the same windows of the text. The table is printed after every way.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
             seconds = time.perf_counter() - start
             model, smaller = load_checkpoint(str(out), parsed.dtype)
             scores[way] = {n: measure_bits(model, smaller, text, parsed.window) for n, text in texts.items()}, seconds
-            print(way, f"{sparsity:.1%} of the linears", scores[way], flush=True)
+            print(f"{way}: {sparsity:.1%} of the linears", show(scores), sep="\n", flush=True)
             del model
         data = make_calibration_dataset(str(ranking.text), tokenizer, parsed.num_samples, parsed.window)
         result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), find_rest(rare), rare.kept)

@@ -12,10 +12,8 @@ own methods read WikiText-2. Finished rows are read back, not computed again. Wr
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,7 +31,8 @@ from eval.rows import (
     C4_WINDOWS,
     HUB,
     Workload,
-    add_workload_arguments,
+    make_parser,
+    parse_quietly,
     read_hub_text,
     read_workload,
     run_row,
@@ -159,17 +157,12 @@ def format_board(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--keep", default="0.8,0.6", help="shares of the decoder's linears that stay, comma-separated")
     parser.add_argument("--methods", default=OURS, help=f"comma-separated, of {', '.join(SETS['peers'])}")
     parser.add_argument("--limit", type=int, help="items of each task, for a trial; the row says so")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
+    args = parse_quietly(parser)
     args.window = args.window or 2048
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
     chosen = read_names(parser, "--methods", args.methods, SETS["peers"])
     keeps = [float(keep) for keep in args.keep.split(",")]
     if not all(0 < keep < 1 for keep in keeps):

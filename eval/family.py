@@ -9,20 +9,15 @@ computed again. Writes rows.json and family.md.
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from loguru import logger
-
 from eval.ledger import Ledger
 from eval.methods import DEFAULT
-from eval.rows import add_workload_arguments, read_workload, run_row, score_dense
+from eval.rows import make_parser, parse_quietly, read_workload, run_row, score_dense
 from eval.zeroshot import TASKS, format_scores
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
@@ -63,17 +58,12 @@ def format_family(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--small", required=True, help="the small model of the family, a folder or a hub name")
     parser.add_argument(
         "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)}"
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    args = parse_quietly(parser)
 
     large = replace(read_workload(args), bits=True)
     small, sparsity = replace(large, model=args.small), find_sparsity(large.model, args.small)

@@ -7,22 +7,17 @@ Finished rows are read back, not computed again. Writes rows.json, growth.md and
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from loguru import logger
-
 from eval.ledger import Ledger
 from eval.measure import count_own_seconds
 from eval.methods import DEFAULT, FASP, OURS
 from eval.quality import draw_panels, find_delta
-from eval.rows import add_workload_arguments, read_workload, run_row, score_dense
+from eval.rows import make_parser, parse_quietly, read_workload, run_row, score_dense
 from struprune_plugin.reporting.tables import Table
 
 _METHODS = {"FASP": FASP, OURS: DEFAULT}
@@ -63,15 +58,10 @@ def plot_growth(dense: Mapping[str, Any], found: Mapping[int, Rows], title: str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--windows", default="8,16,32,64", help="numbers of calibration windows, comma-separated")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    args = parse_quietly(parser)
 
     work, ledger, found = read_workload(args), Ledger(args.output / "rows.json"), {}
     dense = ledger.finish("dense", work.identify_row(), lambda: score_dense(work))

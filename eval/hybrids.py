@@ -8,19 +8,16 @@ magnitude, as the default ranks them without a repair, and repaired. Finished ro
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.ledger import Ledger
-from eval.rows import ITEMS, Row, Workload, add_workload_arguments, read_workload, run_row, score_all, score_dense
+from eval.rows import ITEMS, Row, Workload, make_parser, parse_quietly, read_workload, run_row, score_all, score_dense
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
@@ -80,14 +77,9 @@ def _score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Wor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="rows whose names hold this text")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    args = parse_quietly(parser)
     work = read_workload(args)
     work = replace(work, texts={name: source for name, source in work.texts.items() if source != ITEMS})
     ledger = Ledger(args.output / "rows.json")

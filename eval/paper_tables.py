@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from loguru import logger
 
 from eval.ledger import Ledger
 from eval.memory import describe_measurement, has_room, measure_pruning_memory
@@ -35,7 +31,7 @@ from eval.paper_sizes import (
     estimate_growth,
     make_opt_config,
 )
-from eval.rows import Row, add_workload_arguments, list_refusals, read_workload, run_rows
+from eval.rows import Row, list_refusals, make_parser, parse_quietly, read_workload, run_rows
 from struprune_plugin.reporting import tables
 
 SPARSITIES = (0.1, 0.2, 0.3)  # of the paper's tables
@@ -242,18 +238,13 @@ TABLES: dict[str, Sequence[Callable[[argparse.Namespace], Table]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--table", choices=TABLES, help="tables to make [default: all]")
     parser.add_argument("--sparsity", default=",".join(map(str, SPARSITIES)))
     parser.add_argument(
         "--memory-models", default=",".join(MEMORY_MODELS), help="models for the memory table, separated by commas"
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the tables")
-    args = parser.parse_args()
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    args = parse_quietly(parser)
     args.output.mkdir(parents=True, exist_ok=True)
     for name in [args.table] if args.table else TABLES:
         for make in TABLES[name]:

@@ -12,22 +12,17 @@ models are then taken in pairs. Finished rows are read back, not computed again.
 
 from __future__ import annotations
 
-import argparse
 import math
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from loguru import logger
-
 from eval.ledger import Ledger, read_names
 from eval.measure import count_own_seconds
 from eval.methods import OURS, PEERS, SETS
-from eval.rows import add_workload_arguments, list_refusals, read_workload, run_rows
+from eval.rows import list_refusals, make_parser, parse_quietly, read_workload, run_rows
 from eval.zeroshot import METRICS, TASKS, format_scores
 from struprune_plugin.reporting.tables import Table
 
@@ -137,19 +132,14 @@ def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--sparsity", default="0.1,0.2,0.3,0.5")
     parser.add_argument("--rows", choices=SETS, default="peers")
     parser.add_argument(
         "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)} (lm-eval)"
     )
     parser.add_argument("--only", help="some of these rows, comma-separated; their tables hold them alone")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
-    logger.remove()
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    args = parse_quietly(parser)
 
     chosen, sparsities, models = SETS[args.rows], args.sparsity.split(","), (args.model or "").split(",")
     if args.only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,8 +100,10 @@ class Workload:
         return told
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what :func:`read_workload` reads."""
+def make_parser(text: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser of a command's folder of results and of what :func:`read_workload` reads."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--model", help="model folder or hub name")
     parser.add_argument(
         "--data",
@@ -121,6 +125,16 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, help="tokens: the protocol's; 2048 on the hub's text")
     parser.add_argument("--max-tokens", type=int, help="scored of every text: 60,000 of local ones, all of the hub's")
     parser.add_argument("--divergence", action="store_true", help="KL(dense || pruned) on the texts, too, in nats")
+    return parser
+
+
+def parse_quietly(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return a command's arguments; from here on it prints its own results alone, and torch draws as in every such command."""
+    args = parser.parse_args()
+    logger.remove()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    return args
 
 
 def read_workload(args: argparse.Namespace) -> Workload:

@@ -78,10 +78,12 @@ def split_range(length: int) -> range:
     return range(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def compute_on_rank0(compute: Callable[[], Result], kind: Any = None, device: torch.device | None = None) -> Result:
+def compute_on_rank0(
+    compute: Callable[[], Result], result_type: Any = None, device: torch.device | None = None
+) -> Result:
     """Compute in the first process and return its result in all, bit for bit; where it raises, the others raise, too.
 
-    :param kind: type of the result, see :func:`~struprune_plugin.runtime.records.split_tensors`
+    :param result_type: type of the result, see :func:`~struprune_plugin.runtime.records.split_tensors`
     :param device: device of the result's tensors in the other processes
     """
     if not is_distributed():
@@ -106,7 +108,7 @@ def compute_on_rank0(compute: Callable[[], Result], kind: Any = None, device: to
         dtype: torch.dtype = getattr(torch, name)
         wire = _broadcast(torch.empty(0, dtype=torch.uint8, device=_find_device()), math.prod(shape) * dtype.itemsize)
         tensors.append(wire.view(dtype).view(shape).to(device))
-    return join_tensors(message["record"], kind, tensors.__getitem__)
+    return join_tensors(message["record"], result_type, tensors.__getitem__)
 
 
 def _to_wire(content: bytes) -> Tensor:

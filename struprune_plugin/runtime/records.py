@@ -30,13 +30,13 @@ def split_tensors(value: Any) -> tuple[str, list[Tensor]]:
     return json.dumps(value, default=encode), tensors
 
 
-def join_tensors(record: str, kind: Any, fetch: Callable[[int], Tensor]) -> Any:
+def join_tensors(record: str, value_type: Any, fetch: Callable[[int], Tensor]) -> Any:
     """Return the value that :func:`split_tensors` took apart.
 
-    :param kind: type of the value
+    :param value_type: type of the value
     :param fetch: returns a tensor by its index
     :raises ValueError: the record holds no value of this type
     """
     value = json.loads(record, object_hook=lambda held: fetch(held[_TENSOR]) if _TENSOR in held else held)
-    reader = TypeAdapter(list[kind], config=ConfigDict(arbitrary_types_allowed=True))  # a dataclass takes none
+    reader = TypeAdapter(list[value_type], config=ConfigDict(arbitrary_types_allowed=True))  # a dataclass takes none
     return reader.validate_python([value])[0]

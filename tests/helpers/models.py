@@ -20,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = 2048
 CHEAP = {"allocation": "uniform", "sensitivity": "none"}  # takes half the time of the default
 DEFAULT = {"allocation": {"rule": "error_curve", "trial_samples": 0}, "sensitivity": "fisher"}  # all of it but trials
+W8A8 = "quantization_modifiers: {QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}}"
+PRUNED_W8A8 = f"""
+pruning_stage:
+  pruning_modifiers:
+    StruPruneModifier: {{sparsity: 0.3, sensitivity: none, allocation: uniform}}
+  {W8A8}
+"""
 SHAPES = {  # name -> OPT configuration: the usual one, and that of OPT-350m (norms after, embeddings projected)
     "pre_norm": {},
     "post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},

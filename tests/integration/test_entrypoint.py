@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import yaml
-from helpers.models import CHEAP, DEFAULT, ROOT, make_dataset, make_opt, run_oneshot, save_opt, start_process
+from helpers.models import CHEAP, DEFAULT, ROOT, W8A8, make_dataset, make_opt, run_oneshot, save_opt, start_process
 from llmcompressor.logger import LoggerConfig, configure_logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from loguru import logger
@@ -177,10 +177,7 @@ def test_a_failed_run_leaves_no_hooks_on_a_loaded_model(opt, monkeypatch, broken
 
 
 def test_oneshot_refuses_quantised_models(opt, tmp_path):
-    recipe = (
-        "q_stage:\n  q_modifiers:\n    QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}\n"
-    )
-    run_oneshot(str(opt), recipe=recipe, output_dir=str(tmp_path / "quantised"))
+    run_oneshot(str(opt), recipe=f"q_stage:\n  {W8A8}", output_dir=str(tmp_path / "quantised"))
     with pytest.raises(ValueError, match="must not be quantised yet"):
         run_oneshot(str(tmp_path / "quantised"), sparsity=0.3, output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from helpers.families import make_model
+from helpers.killed_runs import kill_after, stop_after
 from helpers.models import CHEAP, make_dataset, run_oneshot, save_model, start_cli
 
 from eval.coverage import make_config
@@ -30,24 +31,6 @@ RECIPES = {
 }
 
 
-class Killed(BaseException):
-    pass
-
-
-def stop_after(monkeypatch, count):
-    """Let a run die right after so many parts."""
-    written, inner = [], ResumeStore.write
-
-    def write(self, part, *args):
-        inner(self, part, *args)
-        written.append(part)
-        if len(written) == count:
-            raise Killed
-
-    monkeypatch.setattr(ResumeStore, "write", write)
-    return written
-
-
 def read_bytes(folder):
     return (folder / "model.safetensors").read_bytes()
 
@@ -57,10 +40,7 @@ def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, na
     run_oneshot(str(opt), recipe=RECIPES[name](), output_dir=str(tmp_path / "whole"), **OPTIONS)
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     options = {"output_dir": str(out), "checkpoint_dir": checkpoint, **OPTIONS}
-    with monkeypatch.context() as patch:
-        stop_after(patch, count)
-        with pytest.raises(Killed):
-            run_oneshot(str(opt), recipe=RECIPES[name](), **options)
+    kill_after(count, lambda: run_oneshot(str(opt), recipe=RECIPES[name](), **options))
     assert not out.exists()
     assert len(list(checkpoint.glob("*.safetensors"))) == count
     written = stop_after(monkeypatch, 0)
@@ -74,12 +54,9 @@ def test_a_run_that_died_ends_with_the_same_bytes(opt, tmp_path, monkeypatch, na
     assert not checkpoint.exists(), "it goes with the end of the run"
 
 
-def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
+def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path):
     run_oneshot(str(opt), sparsity=0.3, output_dir=str(tmp_path / "whole"), **OPTIONS)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Killed):
-            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS)
+    kill_after(3, lambda: run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=tmp_path / "c", **OPTIONS))
     part = tmp_path / "c" / "layer-00000.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     (tmp_path / "c" / "layer-00001.safetensors").write_text("{")
@@ -91,10 +68,7 @@ def test_a_part_that_is_not_whole_is_made_again(opt, tmp_path, monkeypatch):
 def begun(opt, tmp_path_factory):
     """The checkpoint of a run that died, to be read only."""
     folder = tmp_path_factory.mktemp("begun") / "c"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Killed):
-            run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=folder, **OPTIONS)
+    kill_after(1, lambda: run_oneshot(str(opt), sparsity=0.3, checkpoint_dir=folder, **OPTIONS))
     return folder
 
 

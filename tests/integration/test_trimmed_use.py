@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import ROOT
+from helpers.models import PRUNED_W8A8, ROOT
 from helpers.tokenizers import make_tokenizer, save_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,13 +13,6 @@ from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, ru
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION
 from struprune_plugin.storage.vocabulary_record import read_record
 
-QUANTISED = """
-pruning_stage:
-  pruning_modifiers:
-    StruPruneModifier: {sparsity: 0.3, sensitivity: none, allocation: uniform}
-  quantization_modifiers:
-    QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
-"""
 FAST = {"pruning_stage": {"pruning_modifiers": {"StruPruneModifier": {"sparsity": 0.3, "sensitivity": "none"}}}}
 TEXT = {"dataset": DEMO_CALIBRATION, "num_calibration_samples": 8, "max_seq_length": 32}
 
@@ -49,7 +42,7 @@ def test_adapters_train_on_it(trimmed):
 
 
 def test_it_is_pruned_and_quantised(trimmed, tmp_path):
-    oneshot(trimmed, QUANTISED, tmp_path / "out", **TEXT)
+    oneshot(trimmed, PRUNED_W8A8, tmp_path / "out", **TEXT)
     assert read_record(tmp_path / "out") == read_record(trimmed)
     ids = AutoTokenizer.from_pretrained(tmp_path / "out")("the ship", return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

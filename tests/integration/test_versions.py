@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.check_outputs import SAME, TOLERANCE, WAYS, is_right, load
-from helpers.models import ROOT, make_dataset, run_oneshot, save_model, save_wide_llama
+from helpers.models import PRUNED_W8A8, ROOT, make_dataset, run_oneshot, save_model, save_wide_llama
 from helpers.tokenizers import make_tokenizer
 from helpers.tokenizers import save_model as save_tokenized
 from safetensors.torch import save_file
@@ -28,13 +28,6 @@ OUTPUTS = {
 }
 DEEP = {"qwen3_5_text": 4, "gemma3": 4, "lfm2": 8}  # layers of two kinds, of which the second comes late
 QUANTISED, TRIMMED = "llama quantised", "llama trimmed"
-RECIPE = """
-pruning_stage:
-  pruning_modifiers:
-    StruPruneModifier: {sparsity: 0.3, sensitivity: none, allocation: uniform}
-  quantization_modifiers:
-    QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8}
-"""
 FAST = {"importance": "magnitude", "weight_update": "none", "allocation": "uniform", "sensitivity": "none"}
 
 
@@ -52,7 +45,7 @@ def outputs(tmp_path_factory):
         made[name] = dense, out
         remember(dense, out, ids[:1, :11])
     dense, out = save_wide_llama(place / "wide"), place / QUANTISED
-    run_oneshot(str(dense), RECIPE, dataset=make_dataset(8), output_dir=str(out))
+    run_oneshot(str(dense), PRUNED_W8A8, dataset=make_dataset(8), output_dir=str(out))
     remember(dense, out, torch.arange(5, 16)[None])
     whole = save_tokenized(place / "whole", make_tokenizer("byte_level", 600))
     trim_vocabulary(whole, place / TRIMMED, DEMO_CALIBRATION, vocabulary=448)

@@ -38,9 +38,7 @@ def texts(tmp_path_factory):
 
 
 def read_command(*words):
-    parser = argparse.ArgumentParser()
-    rows.add_workload_arguments(parser)
-    return rows.read_workload(parser.parse_args(list(map(str, words))))
+    return rows.read_workload(rows.make_parser().parse_args([*map(str, words), "--output", "."]))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.families import make_model
+from helpers.killed_runs import kill_after
 from helpers.models import CHEAP, make_dataset, run_oneshot, save_model
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from peft import LoraConfig, get_peft_model
@@ -18,7 +19,6 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import grow_group
 from struprune_plugin.model.unit_kind import UNIT_KINDS
 from struprune_plugin.storage.manifest import read_manifest
-from struprune_plugin.storage.resume_store import ResumeStore
 
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_conv_kernel_dim": 4}
 DELTA |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
@@ -164,26 +164,14 @@ def test_recipes_that_name_no_units_take_them_unless_attention_stays_whole(tmp_p
     assert kinds == [{"recurrent_heads", "value_channels", "ffn"}, {"ffn"}]
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_a_run_killed_after_one_layer_goes_on_to_the_same_bytes(pruned, tmp_path, monkeypatch):
+def test_a_run_killed_after_one_layer_goes_on_to_the_same_bytes(pruned, tmp_path):
     kind, dense, _, out, share = pruned
 
     def run(folder):
         options = {"output_dir": str(tmp_path / folder), "checkpoint_dir": str(tmp_path / "store")}
         run_oneshot(str(dense), units=[kind], sparsity=share, **CHEAP, **options)
 
-    def die(store, part, value, write=ResumeStore.write):
-        write(store, part, value)
-        if part == "layer-00000":
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumeStore, "write", die)
-        with pytest.raises(Killed):
-            run("killed")
+    kill_after(2, lambda: run("killed"))  # allocation, one layer
     run("resumed")
     first, resumed = (folder / "model.safetensors" for folder in (out, tmp_path / "resumed"))
     assert first.read_bytes() == resumed.read_bytes()

@@ -124,6 +124,14 @@ def test_shards_bias_and_row_less_tokens(tmp_path):
     torch.testing.assert_close(new, old[:, record.kept[:-1]], rtol=0, atol=0)
 
 
+def trim_model(model, tokenizer, tmp_path):
+    """Return the folder of a model, the record of its trimmed vocabulary, and the configuration that was written."""
+    whole = save_model(tmp_path / "whole", tokenizer)
+    model.eval().save_pretrained(whole)
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
+    return whole, record, json.loads((tmp_path / "small" / "config.json").read_text())
+
+
 def test_the_text_part_of_a_multimodal_configuration(tmp_path):
     """Sizes and ids are in ``text_config`` and beside it; the image tower's stay."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -142,10 +150,7 @@ def test_the_text_part_of_a_multimodal_configuration(tmp_path):
         eoi_token_index=8,
         mm_tokens_per_image=4,
     )
-    whole = save_model(tmp_path / "whole", tokenizer)
-    Gemma3ForConditionalGeneration(config).eval().save_pretrained(whole)
-    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
-    saved = json.loads((tmp_path / "small" / "config.json").read_text())
+    whole, record, saved = trim_model(Gemma3ForConditionalGeneration(config), tokenizer, tmp_path)
     assert saved["text_config"]["vocab_size"] == record.rows_after < size
     assert record.kept[saved["image_token_index"]] == size - 1
     assert [record.kept[saved["text_config"][f"{name}_token_id"]] for name in ("pad", "bos", "eos")] == [0, 1, 2]
@@ -187,10 +192,7 @@ def test_per_layer_embeddings(tmp_path):
         bos_token_id=1,
         eos_token_id=2,
     )
-    whole = save_model(tmp_path / "whole", tokenizer)
-    Gemma3nForCausalLM(config).eval().save_pretrained(whole)
-    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
-    saved = json.loads((tmp_path / "small" / "config.json").read_text())
+    whole, record, saved = trim_model(Gemma3nForCausalLM(config), tokenizer, tmp_path)
     assert saved["vocab_size_per_layer_input"] == sum(number < size - 20 for number in record.kept)
     ids = [5, 1, 7, 300]
     old, new = load_logits(whole, [record.kept[number] for number in ids]), load_logits(tmp_path / "small", ids)

@@ -14,10 +14,9 @@ from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity,
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
-from struprune_plugin.model.surgery import read_consumer, slice_group
+from struprune_plugin.model.surgery import slice_group
 
 
 @torch.no_grad()
@@ -56,6 +55,6 @@ def prune_compact(
                     scores[group.name] += (inputs.square() * mask[:, None]).sum(0)
         for group in members:
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])
-            slice_group(layer, group, keep, read_consumer(layer, group)[:, with_bias_index(keep, group.num_columns)])
+            slice_group(layer, group, keep)
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, "rows of rare tokens apart")

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from eval.peers import PeerResult
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
-from struprune_plugin.linalg.elimination import keep_last, unit_columns
-from struprune_plugin.linalg.second_moments import with_bias_index
+from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
-from struprune_plugin.model.surgery import read_consumer, slice_group, sum_rows
+from struprune_plugin.model.surgery import slice_group, sum_rows
 from struprune_plugin.model.unit_kind import UnitGroup
 
 NUM_SAMPLES, LENGTH = 10, 128  # calibration sequences and their tokens, the paper's
@@ -57,8 +56,7 @@ def prune_llm_pruner(
     for group, num_keep in zip(groups, kept, strict=True):
         layer = layers[group.layer_name]
         keep = keep_last(score_units(layer, group).argsort(stable=True), group.num_units, num_keep)
-        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-        slice_group(layer, group, keep, read_consumer(layer, group)[:, columns])
+        slice_group(layer, group, keep)
     model.zero_grad()
     removed = 1 - count_prunable_parameters(model) / dense
     note = f"the first {first} and the last {last} decoder layers are whole"

@@ -35,12 +35,11 @@ _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
 
 def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
     """Let the modules around linears that will lose units handle the dense width, where their code needs it."""
-    layouts = find_layouts(model)
     for group in groups:
-        layer, layout = layouts[group.layer_index]
+        layer = model.get_submodule(group.layer_name)
         if read_padding(layer, group.consumer):
             continue
-        for name, padding in group.unit.describe_padding(group, layout).items():
+        for name, padding in group.unit.describe_padding(group).items():
             if read_padding(layer, name):
                 continue
             owner, attribute = modeling.find_owner(layer, name)

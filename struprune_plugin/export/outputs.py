@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from struprune_plugin.export import stock_config, stock_units
@@ -18,7 +17,7 @@ from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
-from struprune_plugin.model.surgery import grow_group
+from struprune_plugin.model.surgery import grow_group, pick_first
 from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
@@ -214,8 +213,8 @@ def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[i
     """Grow groups of heads or channels in place to at least ``wanted`` units each, by zeros after the present ones of a block."""
     for group, num_units in zip(groups, wanted, strict=True):
         if group.num_units < num_units:
-            present = torch.arange(num_units).view(group.num_blocks, -1)[:, : group.num_units // group.num_blocks]
-            grow_group(model.get_submodule(group.layer_name), group.resize(num_units), present.flatten())
+            wide = group.resize(num_units)
+            grow_group(model.get_submodule(group.layer_name), wide, pick_first(wide, group.num_units))
 
 
 def _pad_layers(model: PreTrainedModel) -> None:

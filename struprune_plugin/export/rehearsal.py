@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from functools import partial
 
 import torch
 from compressed_tensors.utils import patch_attr
@@ -19,17 +19,17 @@ from struprune_plugin.export.convert import adopt_config, adopt_paddings
 from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.ends import compute_logits
 from struprune_plugin.layerwise.passes import stream_layers
-from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, make_dense_config
-from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once
-from struprune_plugin.model.surgery import blank_group, mask_group, read_consumer, slice_group
+from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, draw_tokens, prove_once, run_in_pieces
+from struprune_plugin.model.surgery import blank_group, mask_group, pick_two_thirds, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.runtime.distributed import compute_on_rank0
+
+_PIECES = (8, 1, 1, 1, 1)  # tokens that are read with a cache
 
 
 def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
@@ -48,7 +48,7 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
     def run() -> None:
         tiny = build_tiny(config, kind=model_class)
         replace_conv1d(tiny)
-        tokens = draw_tokens(tiny.config, 2, 12, seed=3)
+        tokens = draw_tokens(tiny.config, 2, sum(_PIECES), seed=3)
         try:
             check_passes(tiny, [{"input_ids": tokens}])
             if any(unit.of_mixture for unit in kinds) and find_structure(tiny).has_mixtures:
@@ -83,14 +83,9 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
     masked = deepcopy(tiny)
     adopt_paddings(tiny, groups)
     for group in groups:
-        keep = _pick_two_thirds(group)
-        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-        for model, remove in ((masked, mask_group), (tiny, slice_group)):
-            layer = model.get_submodule(group.layer_name)
-            if group.is_coupled and model is masked:
-                blank_group(layer, group, keep)
-            else:
-                remove(layer, group, keep, read_consumer(layer, group)[:, columns])
+        keep, mask = pick_two_thirds(group), blank_group if group.is_coupled else mask_group
+        mask(masked.get_submodule(group.layer_name), group, keep)
+        slice_group(tiny.get_submodule(group.layer_name), group, keep)
     run = TinyRun(masked, tokens)
     wanted = TinyRun(tiny, tokens)()
     _check_equal(run, wanted, run(), "with units removed as with zeros in their place")
@@ -102,27 +97,11 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
         loaded = type(tiny).from_pretrained(folder, dtype=torch.float32, **plain)
     _check_equal(run, TinyRun(loaded.eval(), tokens)(), wanted, "loaded as before it was saved")
     try:
-        cached = (run := TinyRun(masked, tokens, _run_cached))()
+        cached = (run := TinyRun(masked, tokens, partial(run_in_pieces, sizes=_PIECES)))()
     except Exception as error:  # stock code that keeps no cache of such a call
         logger.debug(f"{type(masked).__name__} does not run with a cache: {error}")
         return
-    _check_equal(run, _run_cached(loaded, tokens), cached, "with a cache as the dense model with zeros")
-
-
-def _run_cached(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits of the last tokens, two thirds read first and the others one by one from a cache."""
-    first = tokens.shape[1] * 2 // 3
-    output, logits = model(input_ids=tokens[:, :first], use_cache=True), []
-    for at in range(first, tokens.shape[1]):
-        output = model(input_ids=tokens[:, at : at + 1], past_key_values=output.past_key_values, use_cache=True)
-        logits.append(output.logits)
-    return torch.cat(logits, 1)
-
-
-def _pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return the kept units of a group, shape [kept], int64: two thirds, the same number per block."""
-    per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
-    return units[(units % per_block % 3 != 1) | (per_block == 1)]
+    _check_equal(run, run_in_pieces(loaded, tokens, _PIECES), cached, "with a cache as the dense model with zeros")
 
 
 @torch.no_grad()

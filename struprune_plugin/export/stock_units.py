@@ -11,13 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.export.stock_config import build_stock
-from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, read_numbers
-from struprune_plugin.model.surgery import read_consumer, slice_group
-from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
+from struprune_plugin.model.surgery import pick_first, slice_group
+from struprune_plugin.model.unit_kind import UnitKind, list_kinds
 
 Sizes = dict[str, tuple[float, ...]]  # shapes of tensors and numbers of modules, by name
 
@@ -90,7 +88,7 @@ def find_unit_changes(model: PreTrainedModel, num_keep: Mapping[str, int]) -> di
         return {}
     sliced = deepcopy(dense)
     for group in groups:
-        _cut(sliced.get_submodule(group.layer_name), group, num_keep[group.kind])
+        slice_group(sliced.get_submodule(group.layer_name), group, pick_first(group, num_keep[group.kind]))
     before, wanted = _list_sizes(dense), _list_sizes(sliced)
     moved = {name for name in wanted if wanted[name] != before[name]}
     pairs = {pair for name in moved for pair in zip(before[name], wanted[name], strict=True) if pair[0] != pair[1]}
@@ -131,12 +129,6 @@ def _list_changes(
         for several in combinations(left, count):
             if len(dict(several)) == count:
                 yield dict(several)
-
-
-def _cut(layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-    keep = torch.arange(group.num_units).view(group.num_blocks, -1)[:, : num_keep // group.num_blocks].flatten()
-    columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-    slice_group(layer, group, keep, read_consumer(layer, group)[:, columns])
 
 
 def _list_sizes(model: nn.Module) -> Sizes:

@@ -26,15 +26,20 @@ from struprune_plugin.runtime.residence import drop_onloaded
 
 
 def slice_group(
-    layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor, producers: Mapping[str, Tensor] | None = None
+    layer: nn.Module,
+    group: UnitGroup,
+    keep: Tensor,
+    weight: Tensor | None = None,
+    producers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Remove all units but ``keep`` from a decoder layer, and set the consumer's new weights.
 
     :param keep: sorted kept units, shape [kept], int64; the same number per block
-    :param weight: the consumer's, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype
+    :param weight: the consumer's, in unit order, bias last, shape [d, kept * columns_per_unit + 1], cast to its dtype; None
+        keeps the present ones
     :param producers: new weights of producing linears, by name, kept rows only, bias last; others keep their old rows
     """
-    keep = keep.cpu()
+    weight, keep = read_kept(layer, group, keep) if weight is None else weight, keep.cpu()
     for name in group.producers:
         producer = find_linear(layer, name)
         rows = group.find_kept_rows(name, keep)
@@ -108,8 +113,7 @@ def blank_group(layer: nn.Module, group: UnitGroup, keep: Tensor) -> None:
         (owner, old), kept = _find_tensor(layer, name), group.find_kept_rows(name, keep)
         axis = _find_axis(old)
         _set_tensor(owner, name, torch.zeros_like(old).index_copy(axis, kept, old.index_select(axis, kept)))
-    columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-    mask_group(layer, group, keep, read_consumer(layer, group)[:, columns])
+    mask_group(layer, group, keep)
 
 
 def _list_tensors(layer: nn.Module, group: UnitGroup) -> list[str]:
@@ -148,8 +152,9 @@ def change_tensor(layer: nn.Module, name: str, change: Callable[[Tensor], Tensor
     _set_tensor(owner, name, change(old))
 
 
-def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor) -> None:
+def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor | None = None) -> None:
     """Set columns of a dense layer to zero, so that it computes what it does after :func:`slice_group`, in its old shapes."""
+    weight = read_kept(layer, group, keep) if weight is None else weight
     masked = weight.new_zeros(weight.shape[0], group.num_columns + 1)
     masked[:, with_bias_index(unit_columns(keep.to(weight.device), group.columns_per_unit), group.num_columns)] = weight
     set_consumer(layer, group, masked)
@@ -165,6 +170,25 @@ def read_consumer(layer: nn.Module, group: UnitGroup, fetch: Callable[[Tensor], 
     """Return the consumer's weights, columns in unit order, bias last, shape [d, n + 1], float64, where ``fetch`` moves them."""
     weight, bias = read_weight(find_linear(layer, group.consumer), fetch)
     return append_bias(group.to_unit_order(weight), bias)
+
+
+def read_kept(layer: nn.Module, group: UnitGroup, keep: Tensor) -> Tensor:
+    """Return :func:`read_consumer` of the kept units alone, and of the bias."""
+    return read_consumer(layer, group)[
+        :, with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
+    ]
+
+
+def pick_two_thirds(group: UnitGroup) -> Tensor:
+    """Return two thirds of a group's units, for a proof, sorted, shape [kept], int64: the same number per block."""
+    per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
+    return units[(units % per_block % 3 != 1) | (per_block == 1)]
+
+
+def pick_first(group: UnitGroup, num_keep: int) -> Tensor:
+    """Return the first units of every block, sorted, shape [num_keep], int64."""
+    blocks = torch.arange(group.num_units).view(group.num_blocks, -1)
+    return blocks[:, : num_keep // group.num_blocks].flatten()
 
 
 def set_consumer(layer: nn.Module, group: UnitGroup, weight: Tensor) -> None:

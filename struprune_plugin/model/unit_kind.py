@@ -71,13 +71,7 @@ class UnitKind(Config):
 
         By default every third column goes, with the rows that reach no other.
         """
-        return self.find_flaw(unit, measured, torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0, run), unit
-
-    @staticmethod
-    def find_flaw(unit: UnitLayout, measured: Measured, gone: Tensor, run: TinyRun) -> str:
-        """Return why a module cannot lose the columns ``gone``, shape [columns], bool, with their rows; empty where it can."""
-        reached = measured.list_reached(unit.producers, unit.output)
-        return find_flaw(measured.layers, unit.output, reached, gone, run)
+        return find_flaw(unit, measured, torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0, run), unit
 
     def extend(
         self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
@@ -168,11 +162,11 @@ class UnitKind(Config):
         """
         raise NotImplementedError
 
-    def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
+    def list_weights(self, layer: nn.Module, group: UnitGroup) -> list[Tensor]:
         """Return the weights of a group's dense module part by part, for methods that weigh a module by them: its linears."""
         return [_find(layer, name).weight.detach() for name in (*group.producers, group.consumer)]
 
-    def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
+    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
         """Return the padding, by linear, with which stock code sees a group's dense units, none of which is removed yet; empty
         where it runs at any width."""
         return {}
@@ -215,6 +209,7 @@ class UnitGroup:
     ``mlp.gate_proj`` and ``mlp.up_proj`` [11008, 4096] lose the rows of the same channels; num_units is 11008, unit_cost
     3 * 4096, and the consumer's output is added to the input of ``post_attention_layernorm`` (``join.residual``).
 
+    :param layout: the module as it was measured
     :param num_units: number of present units
     :param part_rows: number of rows per part of a block
     :param unit_cost: parameters that removing one unit frees
@@ -225,15 +220,11 @@ class UnitGroup:
     :param mixture: list of modules that holds the group's, each with tokens and weights of its own; empty where it stands alone
     :param tie: groups with the same tie keep the same number of units; empty where a group's number is independent
     :param extra_linears: other linears of the module that a method may change; empty where none knows how
-    :param tensors: parameters beside the linears with rows that belong to units, as ``producers``
-    :param facts: layout of the module, where its kind needs it when units go
     :param is_coupled: whether a norm over all units lies before the consumer, so that its inputs change as units go
     """
 
     unit: UnitKind
-    producers: Producers
-    consumer: str
-    join: Join
+    layout: UnitLayout
     num_units: int
     part_rows: Mapping[str, int]
     layer_index: int = 0
@@ -247,9 +238,26 @@ class UnitGroup:
     mixture: str = ""
     tie: str = ""
     extra_linears: tuple[str, ...] = ()
-    tensors: Producers = field(default_factory=dict)
     is_coupled: bool = False
-    facts: tuple[UnitLayout, ...] = ()
+
+    @property
+    def producers(self) -> Producers:
+        """Linears whose rows belong to units, each with the parts of its rows in order."""
+        return {name: parts for name, parts in self.layout.producers.items() if {*self.unit.parts} & {*parts}}
+
+    @property
+    def tensors(self) -> Producers:
+        """Parameters and buffers beside the linears with rows that belong to units, as :attr:`producers`."""
+        return self.layout.tensors
+
+    @property
+    def consumer(self) -> str:
+        """The linear that reads the units."""
+        return self.layout.output
+
+    @property
+    def join(self) -> Join:
+        return self.layout.join
 
     @property
     def name(self) -> str:

@@ -18,7 +18,6 @@ from struprune_plugin.allocation.budget import MAX_SPARSITY, meet_budget, spread
 from struprune_plugin.allocation.rounding import GroupSize, check_budget, expand_counts, round_kept_counts
 from struprune_plugin.allocation.rules import Budget, GroupStatistics, Sizes
 from struprune_plugin.linalg.ties import argmin_with_ties, order_scores
-from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.storage.manifest import AllocationRecord
@@ -120,7 +119,7 @@ class SoftmaxInverse(SoftmaxRule):
 
     def weigh(self, model: PreTrainedModel, group: UnitGroup, scores: Tensor) -> float:
         layer = model.get_submodule(group.layer_name)
-        weights = group.unit.list_weights(layer, find_structure(model)[group.layer_index], group)
+        weights = group.unit.list_weights(layer, group)
         decay = self.gamma**group.layer_index
         if not group.unit.is_mixer:
             return decay * measure_norms(weights, variance=0.05)

@@ -67,10 +67,10 @@ class AttentionUnits(UnitKind):
         )
         return {unit.output: "another module of the layer has values" for unit in mixers[1:]}
 
-    def list_weights(self, layer: nn.Module, layout: LayerLayout, group: UnitGroup) -> list[Tensor]:
+    def list_weights(self, layer: nn.Module, group: UnitGroup) -> list[Tensor]:
         """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per (KV) head."""
-        (attention,) = layout.list_units(AttentionLayout)
-        heads = describe_heads(attention, layer, Heads())
+        assert isinstance(group.layout, AttentionLayout)
+        heads = describe_heads(group.layout, layer, Heads())
         parts = []
         for name in heads.producers:
             weight, owners = find_linear(layer, name).weight.detach(), heads.find_row_owners(name)
@@ -103,9 +103,9 @@ class Heads(AttentionUnits):
             if attention.has_heads:
                 yield describe_heads(attention, layer, self)
 
-    def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
-        (attention,) = (unit for unit in layout.list_units(AttentionLayout) if unit.output == group.consumer)
-        return {} if attention.takes_fewer_heads else _describe_padding(group)
+    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
+        assert isinstance(group.layout, AttentionLayout)
+        return {} if group.layout.takes_fewer_heads else _describe_padding(group)
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         super().resize_module(layer, group, num_keep)
@@ -140,14 +140,13 @@ class ValueChannels(AttentionUnits):
                 num_units=heads.num_units * heads.part_rows["value"],
                 num_blocks=heads.num_units,
                 columns_per_unit=heads.part_rows["gate"] // heads.part_rows["value"],
-                producers={name: parts for name, parts in heads.producers.items() if {*self.parts} & {*parts}},
                 rotates=attention.rotates,
             )
 
     def describe(self, group: UnitGroup) -> str:
         return f"{self.label} × {group.num_blocks} heads"
 
-    def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
+    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
         return _describe_padding(group)
 
 
@@ -174,9 +173,7 @@ def describe_heads(attention: AttentionLayout, layer: nn.Module, kind: UnitKind)
             rows[free[0]] = find_linear(layer, name).out_features // blocks - known
     return UnitGroup(
         kind,
-        attention.producers,
-        attention.output,
-        attention.join,
+        attention,
         blocks,
         rows,
         columns_per_unit=rows["gate"],

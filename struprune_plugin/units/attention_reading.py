@@ -202,8 +202,7 @@ def prove_values(attention: AttentionLayout, measured: Measured, run: TinyRun) -
     """Return why channels of attention cannot be removed, empty where they can, and the layout with its proved properties."""
     layers, width = measured.layers, getattr(measured.layer.get_submodule(attention.module), attention.width_name)
     channels = torch.arange(measured.inputs[attention.output].shape[-1])
-    reached = measured.list_reached(attention.producers, attention.output)
-    if flaw := find_flaw(layers, attention.output, reached, channels % width % 3 == 0, run, slices=False):
+    if flaw := find_flaw(attention, measured, channels % width % 3 == 0, run, slices=False):
         return flaw, attention
     rows, eye = list_channel_rows(measured, attention, width), torch.eye(width)
     if not survives_mixing(layers, attention.output, rows, eye.roll(1, 0), run):
@@ -212,7 +211,7 @@ def prove_values(attention: AttentionLayout, measured: Measured, run: TinyRun) -
     blocks = next(len(heads) for _, part, heads in rows if part == "value")
     first = channels < len(channels) // blocks
     fits = attention.has_heads and (
-        blocks == 1 or not find_flaw(layers, attention.output, reached, first, run, (attention.module, blocks))
+        blocks == 1 or not find_flaw(attention, measured, first, run, (attention.module, blocks))
     )
     plain = is_plain(measured, attention)
     return "", replace(attention, rotates=rotates, takes_fewer_heads=fits, is_plain=plain)

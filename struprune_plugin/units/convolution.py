@@ -47,7 +47,7 @@ class ConvolutionChannels(ShrinkingUnits):
 
     def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
         width = find_linear(layer, unit.output).in_features
-        return UnitGroup(self, unit.producers, unit.output, unit.join, width, {"channel": 1}, tensors=unit.tensors)
+        return UnitGroup(self, unit, width, {"channel": 1})
 
     def list_steps(self, group: UnitGroup, width_multiple: int | None) -> Iterator[tuple[int, str]]:
         yield math.gcd(ALIGNED, group.num_units), "kernels of convolutions: 16 bytes of bfloat16"

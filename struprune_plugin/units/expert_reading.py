@@ -86,10 +86,11 @@ def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyR
     join = _find_join(kind, name, length)
     layout = ExpertsLayout(kind="experts", producers={}, output=name, join=join, expert=ffns[0])
     gone = torch.arange(measured.inputs[ffns[0].output].shape[-1]) % 3 == 0
-    reached = measured.list_reached(ffns[0].producers, ffns[0].output)
-    for placed in map(layout.place, range(members.num_experts)):
-        rows = dict(zip(placed.producers, reached.values(), strict=True))
-        if flaw := find_flaw(kind.layers, placed.output, rows, gone, run):
+    for index in range(members.num_experts):
+        prefix = f"{name}.{index}."
+        couplings = {(prefix + first, prefix + last): each for (first, last), each in measured.couplings.items()}
+        placed = replace(measured, layers=kind.layers, couplings=couplings)
+        if flaw := find_flaw(layout.place(index), placed, gone, run):
             raise ValueError(flaw)
     return layout
 

@@ -75,7 +75,7 @@ def describe_channels(kind: UnitKind, ffn: FFNLayout, layer: nn.Module) -> UnitG
     """Return the channels of one FFN, or of one expert."""
     runs = dict.fromkeys(ffn.producers, 1) if ffn.alternates else {}
     width = find_linear(layer, ffn.output).in_features
-    return UnitGroup(kind, ffn.producers, ffn.output, ffn.join, width, {"ffn": 1}, runs=runs)
+    return UnitGroup(kind, ffn, width, {"ffn": 1}, runs=runs)
 
 
 def read_ffn(measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> FFNLayout | None:

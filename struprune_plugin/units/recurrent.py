@@ -13,7 +13,7 @@ from torch import nn
 from struprune_plugin.export.modeling_struprune import narrow
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.couplings import Coupling, Measured
-from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
+from struprune_plugin.model.structure.layout import UnitLayout
 from struprune_plugin.model.structure.locate import read_padding
 from struprune_plugin.model.surgery import change_tensor
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
@@ -44,25 +44,22 @@ class RecurrentHeads(ShrinkingUnits):
                 rows[free[0]] = left // len(free) // (count if free[0] == KEY else 1)
         return UnitGroup(
             self,
-            unit.producers,
-            unit.output,
-            unit.join,
+            unit,
             count,
             rows,
             num_blocks=int(_read(layer, unit.blocks)) if unit.blocks else 1,
             columns_per_unit=columns // count,
             runs=dict.fromkeys(unit.mixed, 1),
-            tensors=unit.tensors,
             is_coupled=bool(unit.norms),
-            facts=(unit,),
         )
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         group = self.describe_group(unit, layer)
         return f"{unit.output}: {group.num_units} {self.label} of {group.columns_per_unit} channels"
 
-    def describe_padding(self, group: UnitGroup, layout: LayerLayout) -> dict[str, Any]:
-        unit = _find_facts(group)
+    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
+        unit = group.layout
+        assert isinstance(unit, RecurrentLayout)
         sizes = {part: size if part == SHARED else size * group.num_units for part, size in group.part_rows.items()}
         return {
             name: {"narrow": {"blocks": 1, "segments": [[1, sizes[part], sizes[part]] for part in unit.tensors[name]]}}
@@ -78,9 +75,10 @@ class RecurrentHeads(ShrinkingUnits):
         return unit.output.rpartition(".")[0] if forms else ""
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-        unit = _find_facts(group)
-        padded = {name: unit.tensors[name] for name in unit.buffers}
-        super().resize_module(layer, replace(group, producers=padded), num_keep)
+        unit = group.layout
+        assert isinstance(unit, RecurrentLayout)
+        padded = replace(unit, producers={name: unit.tensors[name] for name in unit.buffers})
+        super().resize_module(layer, replace(group, layout=padded), num_keep)
         for name in unit.scaled:
             _write(layer, name, _read(layer, name) * num_keep // group.num_units)
         for name, tensor in unit.rows.items():
@@ -89,10 +87,6 @@ class RecurrentHeads(ShrinkingUnits):
             _write(layer, eps, _read(layer, eps) * group.num_units / num_keep)
             factor = math.sqrt(group.num_units / num_keep)
             change_tensor(layer, weight, lambda old, factor=factor: old.float() * factor)  # type: ignore[misc]
-
-
-def _find_facts(group: UnitGroup) -> RecurrentLayout:
-    return next(fact for fact in group.facts if isinstance(fact, RecurrentLayout))
 
 
 def _read(layer: nn.Module, name: str) -> Any:

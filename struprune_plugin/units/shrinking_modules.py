@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from struprune_plugin.export.modeling_struprune import adopt_padding, find_owner
-from struprune_plugin.linalg.elimination import unit_columns
-from struprune_plugin.linalg.second_moments import with_bias_index
 from struprune_plugin.model.structure.couplings import Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
-from struprune_plugin.model.structure.tiny import TinyRun
-from struprune_plugin.model.surgery import blank_group, read_consumer, slice_group
+from struprune_plugin.model.structure.tiny import TinyRun, run_in_pieces
+from struprune_plugin.model.surgery import blank_group, pick_two_thirds, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup, UnitKind
 
 _PADDING = 5  # tokens to the left of the first sequence
@@ -74,13 +72,11 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
         if group.num_units < 2 * group.num_blocks:
             return "it has one unit"
         keep = pick_two_thirds(group)
-        columns = with_bias_index(unit_columns(keep, group.columns_per_unit), group.num_columns)
-        weight = read_consumer(layer, group)[:, columns]
         blank_group(masked.get_submodule(names[id(layer)]), group, keep)
         shrunk = sliced.get_submodule(names[id(layer)])
-        for name, padding in group.unit.describe_padding(group, LayerLayout()).items():
+        for name, padding in group.unit.describe_padding(group).items():
             adopt_padding(*find_owner(shrunk, name), padding)
-        slice_group(shrunk, group, keep, weight)
+        slice_group(shrunk, group, keep)
     for form in _list_forms():
         try:
             wanted = form(masked, run.tokens)
@@ -95,28 +91,11 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
     return ""
 
 
-def pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return two thirds of a group's units, sorted, shape [kept], int64: the same number per block."""
-    per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
-    return units[(units % per_block % 3 != 1) | (per_block == 1)]
-
-
 def _list_forms() -> Iterator[Callable[[Any, Tensor], Tensor]]:
     """Yield functions that return a model's logits of tokens, each by another way through its code."""
     yield lambda model, tokens: model(input_ids=tokens, use_cache=False).logits
-    yield lambda model, tokens: _run_pieces(model, tokens, [tokens.shape[1] - 12, 9, 1, 1, 1])
+    yield lambda model, tokens: run_in_pieces(model, tokens, [tokens.shape[1] - 12, 9, 1, 1, 1])
     yield _run_padded
-
-
-def _run_pieces(model: Any, tokens: Tensor, sizes: list[int], mask: Tensor | None = None) -> Tensor:
-    cache, logits, seen = None, list[Tensor](), 0
-    for piece in tokens.split(sizes, 1):
-        seen += piece.shape[1]
-        masks = {} if mask is None else {"attention_mask": mask[:, :seen]}
-        output = model(input_ids=piece, past_key_values=cache, use_cache=True, **masks)
-        cache = output.past_key_values
-        logits.append(output.logits)
-    return torch.cat(logits, 1)
 
 
 def _run_padded(model: Any, tokens: Tensor) -> Tensor:
@@ -125,4 +104,4 @@ def _run_padded(model: Any, tokens: Tensor) -> Tensor:
     both[1] = tokens[0].roll(7)
     mask = torch.ones_like(both)
     mask[0, :_PADDING] = 0
-    return _run_pieces(model, both, [length - 2, 1, 1], mask)[mask.bool()]
+    return run_in_pieces(model, both, [length - 2, 1, 1], mask)[mask.bool()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,18 @@ class TinyRun:
         rounding = float((self.forward(other, self.tokens) - self()).abs().max())
         is_rounding = difference <= min(10 * rounding, 0.01 * largest)
         return "" if is_rounding else f"{difference / (largest or 1):.1e} of the largest"
+
+
+def run_in_pieces(model: Any, tokens: Tensor, sizes: Sequence[int], mask: Tensor | None = None) -> Tensor:
+    """Return a model's logits of tokens that it reads in pieces of such sizes, each with the cache of those before."""
+    cache, logits, seen = None, list[Tensor](), 0
+    for piece in tokens.split([*sizes], 1):
+        seen += piece.shape[1]
+        masks = {} if mask is None else {"attention_mask": mask[:, :seen]}
+        output = model(input_ids=piece, past_key_values=cache, use_cache=True, **masks)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1)
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:

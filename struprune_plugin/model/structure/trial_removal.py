@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.structure.layout import Part
+from struprune_plugin.model.structure.couplings import Measured
+from struprune_plugin.model.structure.layout import Part, UnitLayout
 from struprune_plugin.model.structure.locate import scale_counts
 from struprune_plugin.model.structure.tiny import TinyRun
 
 
 @torch.no_grad()
 def find_flaw(
-    layers: Sequence[nn.Module],
-    consumer: str,
-    reached: Mapping[str, Tensor],
+    unit: UnitLayout,
+    measured: Measured,
     gone: Tensor,
     run: TinyRun,
     heads: tuple[str, int] | None = None,
     slices: bool = True,
 ) -> str:
-    """Return why units of one module are not removable; empty where they are.
+    """Return why a module cannot lose columns with their rows; empty where it can.
 
     With a column go the rows that reach columns that go, and no others.
 
-    :param consumer: the linear that loses columns
-    :param reached: by producer, whether a row reaches a column of the consumer, shape [rows, columns], bool
-    :param gone: whether a column goes, shape [columns], bool
+    :param gone: whether a column of the module's last linear goes, shape [columns], bool
     :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
     :param slices: whether the module is also run with sliced linears
     """
+    layers, consumer, reached = measured.layers, unit.output, measured.list_reached(unit.producers, unit.output)
     rows = {name: each.any(1) & ~each[:, ~gone].any(1) for name, each in reached.items()}
     with _change(layers, [consumer, *rows, *([heads[0]] if heads else [])]):
         for layer in layers:

@@ -41,7 +41,7 @@ def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
     def shift(group, producer, keep):
         return keep + 1
 
-    monkeypatch.setattr(rehearsal, "_pick_two_thirds", lambda group: torch.arange(group.num_units - 1))
+    monkeypatch.setattr(rehearsal, "pick_two_thirds", lambda group: torch.arange(group.num_units - 1))
     monkeypatch.setattr(UnitGroup, "find_kept_rows", shift)
     with pytest.raises(ValueError, match="with units removed as with zeros in their place"):
         rehearsal.rehearse(build("llama", num_hidden_layers=2), list_kinds(attention_unit="none", prune_ffn=True))

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
+from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind
 
 
@@ -32,13 +33,13 @@ class ChannelPairs(UnitKind):
 
     def prove(self, unit, measured, run) -> tuple[str, UnitLayout]:
         gone = torch.arange(measured.inputs[unit.output].shape[-1]) // 2 % 3 == 0
-        return self.find_flaw(unit, measured, gone, run), unit
+        return find_flaw(unit, measured, gone, run), unit
 
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
         for unit in layout.units:
             if unit.kind == self.kind:
                 pairs = layer.get_submodule(unit.output).in_features // 2
-                yield UnitGroup(self, unit.producers, unit.output, unit.join, pairs, {"pair": 2}, columns_per_unit=2)
+                yield UnitGroup(self, unit, pairs, {"pair": 2}, columns_per_unit=2)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from helpers.models import make_opt
 
 from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_decoder_layers
-from struprune_plugin.model.structure.finder import find_structure
 
 
 def test_find_groups_costs_equal_the_design_table():
@@ -30,9 +29,8 @@ def test_find_groups_that_match_nothing_raise(options, message):
 def test_list_head_weights_partitions_the_attention_weights():
     model = make_opt()
     layer = find_decoder_layers(model)[0][1]
-    heads = find_groups(model, "head")[0].unit.list_weights(
-        layer, find_structure(model)[0], find_groups(model, "head")[0]
-    )
+    group = find_groups(model, "head")[0]
+    heads = group.unit.list_weights(layer, group)
     assert len(heads) == 4
     expected = [
         layer.self_attn.q_proj.weight[6:12],

@@ -82,7 +82,7 @@ class BudgetConfig(Config):
         """
         if self.parameters is None:
             return int(self.bytes or 0)
-        return int(self.parameters * num_parameters if self.parameters < 1 else self.parameters)
+        return max(int(self.parameters * num_parameters if self.parameters < 1 else self.parameters), 1)
 
 
 class Fisher(Config):

@@ -8,7 +8,7 @@ import shutil
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import check_room, write_whole
-from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest, write_manifest
+from struprune_plugin.storage.files import check_room, own_folder, write_whole
+from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
 from struprune_plugin.vocabulary.order import find_script
@@ -69,28 +69,32 @@ def trim_vocabulary(
 def trim_first(model: str, output: Path, overwrite: bool, trusts: bool, **ranking: Any) -> Iterator[str]:
     """Yield a trimmed copy of a model, which the block prunes into ``output``; the output then names the whole model.
 
-    The copy is beside the output, under the same name in every run, and goes at the end.
+    The copy is in a folder beside the output, which goes at the end. The output of a recipe that prunes nothing keeps its source's
+    manifest, if there is one.
 
     :param ranking: as of :func:`trim_vocabulary`, with ``text``
     """
     check_output(output, overwrite, [model])
-    folder = output.resolve().with_name(f".{output.name}.trimmed")
-    shutil.rmtree(folder, ignore_errors=True)
+    beside = output.resolve().with_name(f".{output.name}.trimmed")
     try:
-        record = trim_vocabulary(model, folder, trust_remote_code=trusts, **ranking)
-        yield str(folder)
-        manifest = read_manifest(output)
-        whole = manifest.model.parameters_before + record.parameters_before - record.parameters_after
-        named = replace(
-            manifest.model,
-            base=record.base,
-            parameters_before=whole,
-            removed_share=1 - manifest.model.parameters_after / whole,
-        )
-        write_manifest(manifest.model_copy(update={"model": named}), output)
-        write_card(output)
+        with own_folder(beside) as scratch:
+            record = trim_vocabulary(model, folder := scratch / "model", trust_remote_code=trusts, **ranking)
+            yield str(folder)
+            manifest = read_manifest(output) if (output / MANIFEST_NAME).is_file() else None
+            if manifest is not None and manifest.model.base == str(folder):
+                _name_whole(manifest, record, output)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another run to the same output, which is refused, has a copy there
+            beside.rmdir()
+
+
+def _name_whole(manifest: Manifest, record: VocabularyRecord, output: Path) -> None:
+    """Let the manifest of an output tell the model before rows of its vocabulary went."""
+    whole = manifest.model.parameters_before + record.parameters_before - record.parameters_after
+    gone = 1 - manifest.model.parameters_after / whole
+    named = replace(manifest.model, base=record.base, parameters_before=whole, removed_share=gone)
+    write_manifest(manifest.model_copy(update={"model": named}), output)
+    write_card(output)
 
 
 def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:

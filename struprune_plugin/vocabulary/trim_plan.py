@@ -59,7 +59,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         size = self.vocabulary
-        if size != "auto" and (isinstance(size, str) or not size > 0 or (size > 1 and size != int(size))):
+        if size != "auto" and (isinstance(size, str) or not size > 0 or (size > 1 and size % 1)):
             raise ValueError(
                 f"vocabulary: must be auto, a share of the rows in (0, 1) or a number of rows, got {size!r}. Write 0.5, for half."
             )

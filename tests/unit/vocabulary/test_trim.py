@@ -3,10 +3,13 @@
 import json
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from filelock import FileLock
+from helpers.models import run_oneshot
 from helpers.tokenizers import FORMS, fuzz_texts, load_logits, make_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -20,7 +23,7 @@ from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, read_rec
 from struprune_plugin.vocabulary.order import grow_counts, order_tokens
 from struprune_plugin.vocabulary.ranking_text import count_ranks
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
-from struprune_plugin.vocabulary.trim import draw_curve
+from struprune_plugin.vocabulary.trim import draw_curve, trim_first
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -268,6 +271,7 @@ REFUSED = {
     "too small": (None, {"vocabulary": 10}, "must be at least"),
     "too large": (None, {"vocabulary": 100_000}, "must be below"),
     "a share of none": (None, {"vocabulary": 0}, "must be auto, a share"),
+    "no number of rows": (None, {"vocabulary": float("inf")}, "must be auto, a share"),
     "limit": (None, {"limit": 2}, "limit: must be in"),
     "language": (None, {"language": "xx-none"}, "language: "),
     "vocab_offset": (lambda f: edit_config(f, vocab_offset=5), {}, "vocab_offset must be a size"),
@@ -369,6 +373,36 @@ def test_prune_trims_first(plain, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+LORA = "adapters_stage: {adapters_modifiers: {LoRARecoveryModifier: {adapters: {rank: 2}, schedule: {epochs: 1}}}}\n"
+
+
+def test_a_recipe_that_prunes_nothing_may_follow(plain, tmp_path):
+    small = ["--data", str(DEMO_CALIBRATION), "--num-samples", "4", "--seq-length", "32"]
+    first = ["--vocabulary", "0.9", *small, "--output", str(tmp_path / "dense")]
+    assert cli.main(["prune", str(plain), *first, "--recipe", LORA]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+    assert not (tmp_path / "dense" / "struprune.json").exists()
+    data = {"dataset": str(DEMO_CALIBRATION), "max_seq_length": 32}
+    pruned = run_oneshot(str(plain), sparsity=0.3, output_dir=str(tmp_path / "pruned"), **data)
+    second = ["--vocabulary", "0.9", *small, "--output", str(tmp_path / "both")]
+    assert cli.main(["prune", str(tmp_path / "pruned"), *second, "--recipe", LORA]) == 0
+    model, before = (read_manifest(tmp_path / name).model for name in ("both", "pruned"))
+    assert (model.base, model.parameters_before) == (before.base, before.parameters_before)
+    assert model.parameters_after < pruned.num_parameters()
+    assert model.removed_share == 1 - model.parameters_after / model.parameters_before
+
+
+def test_a_second_run_leaves_the_copy_of_the_first(plain, tmp_path):
+    (first := tmp_path / ".out.trimmed" / "struprune-1").mkdir(parents=True)
+    with (
+        FileLock(f"{first}.lock"),
+        trim_first(str(plain), tmp_path / "out", False, False, text=DEMO_CALIBRATION) as copy,
+    ):
+        assert read_record(copy).rows_after < 560
+    assert first.is_dir()
+    assert not Path(copy).exists()
+
+
 def test_a_budget_counts_rows_and_units(plain, tmp_path, capsys):
     """A share of all parameters: rows first, units for the rest, as the plan says before."""
     small = ["--num-samples", "4", "--seq-length", "32", "--vocabulary", "0.9", "--data", str(DEMO_CALIBRATION)]
@@ -392,6 +426,7 @@ def test_a_budget_counts_rows_and_units(plain, tmp_path, capsys):
     for words, told in (
         (["--budget", "{parameters: 0.99}"], "use `struprune trim`"),
         (["--budget", "{parameters: 0.1}"], "budget.parameters: must be at least"),
+        (["--budget", "{parameters: 0.0000001}"], "budget.parameters: must be at least"),
     ):
         for name in ("plan", "prune"):
             out = ["--output", str(tmp_path / "other")] if name == "prune" else []

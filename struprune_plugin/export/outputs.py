@@ -235,8 +235,9 @@ def _pad_layers(model: PreTrainedModel) -> None:
     if whole:
         groups, widths = _list_ffns(model), dict[int, int]()
         for group, wide in zip(groups, whole, strict=True):
-            width = min(-(-group.num_units // _ALIGNED) * _ALIGNED, wide) if group.mixture else group.num_units
-            widths[wide] = max(widths.get(wide, 0), width)
+            widths[wide] = max(widths.get(wide, 0), group.num_units)
+        for wide in {wide for group, wide in zip(groups, whole, strict=True) if group.mixture}:
+            widths[wide] = min(-(-widths[wide] // _ALIGNED) * _ALIGNED, wide)
         _pad(model, groups, [widths[wide] for wide in whole])
     try:
         config = stock_config.find_stock_config(model, changes)

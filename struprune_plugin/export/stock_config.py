@@ -33,10 +33,22 @@ def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
     """Return whether a model's layers are those of its stock class, or all have the same sizes, values as wide as keys."""
-    sizes = list_sizes(model) if is_pruned(type(model)) else []
+    if not is_pruned(type(model)):
+        return True
+    sizes = list_sizes(model)
     widths = {size.width for size in sizes if size.width}
     heads = {replace(size, width=0) for size in sizes if size.num_heads}
-    return len(widths) <= 1 and len(heads) <= 1 and all(size.value_head_dim == size.head_dim for size in heads)
+    is_whole = all(size.value_head_dim == size.head_dim for size in heads)
+    return len(widths) <= 1 and len(heads) <= 1 and is_whole and _are_experts_alike(model)
+
+
+def _are_experts_alike(model: PreTrainedModel) -> bool:
+    """Return whether packed tensors that have one shape in the stock class have one shape in a model, split or not."""
+    now, shapes = list_stock_shapes(model), dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]]()
+    for name, shape in list_shapes(build_stock(model, {})[0]).items():
+        if len(shape) > 2 and name in now:
+            shapes.setdefault((".".join(name.split(".")[-2:]), shape), set()).add(now[name])
+    return all(len(present) == 1 for present in shapes.values())
 
 
 def select_configurable(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> list[UnitGroup]:

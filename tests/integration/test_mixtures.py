@@ -22,9 +22,9 @@ from struprune_plugin.modifiers.plan import Workload, plan_run
 from struprune_plugin.paper.snip import SNIP
 
 
-def save_mixture(model_type, folder, samples):
+def save_mixture(model_type, folder, samples, layers=2):
     """Save a tiny mixture; return its folder, calibration data, and ids for comparisons."""
-    model = build_tiny(make_config(model_type, 2))
+    model = build_tiny(make_config(model_type, layers))
     ids = draw_tokens(model.config, samples, 32, seed=1)
     data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     return save_model(model, folder), data, ids[:2]
@@ -80,6 +80,27 @@ def test_a_layer_s_own_width_is_saved_and_padded(mixture, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
     assert type(stock).__name__ == "MixtralForCausalLM"
     torch.testing.assert_close(stock(tokens).logits, pruned(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_padded_experts_are_aligned_beside_a_wider_ffn_of_the_same_dense_width(tmp_path):
+    mixture = save_mixture("deepseek_v3", tmp_path / "dense", 16, layers=4)
+    fields = {"sparsity": 0.08, "attention_unit": "none", "width_multiple": 1, "num_calibration_samples": 16}
+    pruned = prune(mixture, tmp_path / "out", **fields)
+    experts, shared = pruned.model.layers[3].mlp.experts, pruned.model.layers[3].mlp.shared_experts
+    assert experts.down_proj.shape[-1] < shared.down_proj.in_features == 47
+    (tmp_path / "padded").mkdir()
+    convert_folder(tmp_path / "out", "uniform-padded", tmp_path / "padded")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "padded", trust_remote_code=False).eval()
+    torch.testing.assert_close(stock(mixture[2]).logits, pruned(mixture[2]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_uniform_output_refuses_experts_of_several_widths_before_any_work(mixture, tmp_path):
+    widths = {"attention_unit": "none", "experts": {"widths": "per_layer"}, "ignore": ["re:.*layers\\.0\\..*"]}
+    prune(mixture, tmp_path / "one", **widths)
+    for experts in ("whole", "channels"):
+        fields = {"sparsity": 0.02, "output": "uniform", "attention_unit": "none", "experts": experts}
+        with pytest.raises(ValueError, match="needs layers that are all the same"):
+            plan_run(str(tmp_path / "one"), [StruPruneModifier(**fields)], Workload(16, 32, 8))
 
 
 def check_loads(pruned, out):

@@ -15,7 +15,9 @@ from struprune_plugin.linalg.second_moments import (
     MomentSums,
     SecondMoments,
     move_moments,
+    reproduce_weight,
     select_inputs,
+    stack,
     sum_energies,
 )
 from struprune_plugin.model.layers import find_linear
@@ -79,14 +81,21 @@ class Moments:
 
 
 def make_sums(
-    layer: nn.Module, group: UnitGroup, device: torch.device, context: DeviceContext, hold_out: bool = False
+    layer: nn.Module,
+    group: UnitGroup,
+    device: torch.device,
+    context: DeviceContext,
+    hold_out: bool = False,
+    is_own: bool = False,
 ) -> list[MomentSums]:
     """Return empty sums of a group's consumer: of all sequences, or of those that are not held out and of those that are.
 
     :param device: device of the consumer's inputs; with ``offload`` the sums are on the host
+    :param is_own: whether the target is the consumer's own output, so that its sums follow from those of the inputs
     """
     consumer, fetch = find_linear(layer, group.consumer), context.to_solver if context.solves_on_host else None
-    sizes, device = (consumer.in_features, consumer.out_features), context.solve_device if fetch else device
+    sizes = consumer.in_features, 0 if is_own else consumer.out_features
+    device = context.solve_device if fetch else device
     return [MomentSums(sizes, device, torch.float32, fetch) for _ in range(1 + hold_out)]
 
 
@@ -96,11 +105,8 @@ def add_batch(sums: Sequence[MomentSums], batch: ConsumerBatch, context: DeviceC
     :param num_before: number of sequences before this batch, of all processes
     """
     device, parts = batch.inputs.device, [list[slice | Tensor]() for _ in sums]
-    values = [
-        batch.inputs,
-        context.to_device(batch.target, device),
-        *([] if batch.factors is None else [batch.factors]),
-    ]
+    target = context.to_device(batch.target, device)[:, : sums[0].num_outputs]
+    values = [batch.inputs, target, *([] if batch.factors is None else [batch.factors])]
     for number, part in enumerate(batch.split(), num_before + 1):
         parts[0 if number % _HOLD_EVERY else -1].append(part)
     for total, rows in zip(sums, (place_rows(part, device, context) for part in parts), strict=True):
@@ -133,6 +139,9 @@ def assemble_moments(
     if group.repeats > 1:
         columns = group.to_unit_order(torch.arange(group.num_columns, device=every.gram.device))
         every, *held = (select_inputs(part, columns.expand(len(groups), -1)) for part in (every, *held))
+    if not sums[0][0].num_outputs:
+        weight = stack([read_consumer(layer, each, context.to_solver) for each in groups])
+        every, *held = (reproduce_weight(part, weight) for part in (every, *held))
     # not checked earlier, because the check waits for the device
     counts = (held or [every])[-1].gram[:, -1, -1]
     energies, counts = torch.stack([sum_energies(every), counts]).tolist()

@@ -40,6 +40,7 @@ class LayerStatistics:
         self.calls: list[LayerCall] = []
         self._groups: Sequence[UnitGroup] = ()  # of the layer
         self._changes, self._hold_out, self._num_before = changes, hold_out, num_before
+        self._is_own = not (changes or target.is_dense)  # whether targets are the consumers' own outputs
         self._sums: dict[str, list[MomentSums]] = {}  # of groups whose moments are being gathered
 
     def run_layer(self, layer: nn.Module, groups: Sequence[UnitGroup], call: LayerCall) -> States | None:
@@ -67,7 +68,7 @@ class LayerStatistics:
         for group, batch in batches:
             if group.name not in self._sums:
                 device = batch.inputs.device
-                self._sums[group.name] = make_sums(layer, group, device, self.context, self._hold_out)
+                self._sums[group.name] = make_sums(layer, group, device, self.context, self._hold_out, self._is_own)
             add_batch(self._sums[group.name], batch, self.context, num_before)
         return output
 

@@ -75,24 +75,25 @@ class MomentSums:
     The bias' row of H and column of C are sums over tokens, and the width of the products is padded to a multiple of 8.
     Bfloat16 inputs are multiplied as they are and accumulated in float32 where the device can: the products are exact and faster.
     Where they are weighted, they are rounded to bfloat16 once more.
-    On a GPU, targets are split into two bfloat16 parts, which hold 16 of their bits.
+    Then targets are rounded to bfloat16 on a CPU, and split into two bfloat16 parts, which hold 16 of their bits, on a GPU.
 
-    :param sizes: (n, d): inputs and outputs of the linear
+    :param sizes: (n, d): inputs and outputs of the linear; d may be 0 where the target is the linear's own output
     :param dtype: of the sums, float32 or float64
     :param fetch: moves a product to the device of the sums, where the activations are on another
+    :ivar num_outputs: d
     :ivar num_rows: number of tokens added
     """
 
     def __init__(
         self, sizes: tuple[int, int], device: torch.device | str, dtype: torch.dtype, fetch: Move | None = None
     ):
-        num_inputs, num_outputs = sizes
+        num_inputs, self.num_outputs = sizes
         make = partial(torch.zeros, device=device, dtype=dtype)
         self._dtype, self._fetch = dtype, fetch
         self._upper = [make(shape) for shape in _list_blocks(num_inputs)]
-        self._cross = make(num_outputs, _align(num_inputs))
+        self._cross = make(self.num_outputs, _align(num_inputs))
         # of inputs, of absolute inputs, of targets, and the number of tokens, or the sum of their squared weights
-        self._sizes = num_inputs, num_inputs, num_outputs, 1
+        self._sizes = num_inputs, num_inputs, self.num_outputs, 1
         self._sums = make(sum(self._sizes))
         self._target_energy = torch.zeros((), device=device, dtype=torch.float64)
         self.num_rows = 0
@@ -123,13 +124,13 @@ class MomentSums:
             self._sums.add_(fetch(torch.cat([input_sum, _sum_absolute(part), target_sum, ones.square().sum()[None]])))
             self._target_energy.add_(fetch(_measure_energy(wanted)))
             part = torch.nn.functional.pad(part, (0, extra)) if extra else part
+            high = wanted.bfloat16() if narrow else wanted
             with _multiply_as_bfloat16(rounds):
                 for block in self._upper:
                     right = part[:, -block.shape[1] :]
                     self._add_product(block, right[:, : len(block)], right)
-            high = wanted.bfloat16() if narrow else wanted
-            for piece in (high, (wanted - high).bfloat16()) if narrow else (wanted,):
-                self._add_product(self._cross, piece, part)
+                for piece in (high, (wanted - high).bfloat16()) if narrow else (wanted,):
+                    self._add_product(self._cross, piece, part)
 
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         narrow = right.dtype is not self._dtype
@@ -178,11 +179,15 @@ def multiply_by_itself(tokens: Tensor) -> Tensor:
 
 
 def multiply_in_parts(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``A B`` in the dtype of A, shapes [rows, n] and [n, d], in parts, so that B is never converted as a whole."""
+    """Return ``A B`` in the dtype of A, shapes [rows, n] and [n, d], in parts, so that B is never converted as a whole.
+
+    Where B is bfloat16 and a processor multiplies such numbers, A is rounded to it.
+    """
     terms = _TERMS * 8 if left.is_cuda else _TERMS  # rows of B converted at once
     total = left.new_zeros(len(left), right.shape[1])
-    for columns, rows in zip(left.split(terms, dim=1), right.split(terms), strict=True):
-        total.addmm_(columns, rows.to(left.dtype))
+    with _multiply_as_bfloat16(right.dtype is torch.bfloat16):
+        for columns, rows in zip(left.split(terms, dim=1), right.split(terms), strict=True):
+            total.addmm_(columns, rows.to(left.dtype))
     return total
 
 
@@ -234,6 +239,15 @@ def _measure_energy(targets: Tensor) -> Tensor:
     if targets.is_cuda:
         return torch.linalg.vector_norm(targets, dtype=torch.float64).square()  # without a copy
     return torch.linalg.vector_norm(targets, dim=1).double().square().sum()
+
+
+def reproduce_weight(moments: SecondMoments, weight: Tensor) -> SecondMoments:
+    """Return the moments of inputs with those of the output of a weight as the target: ``C = W H``, ``tr(Y Y^T) = tr(W C^T)``.
+
+    :param weight: shape [..., d, n + 1], bias last
+    """
+    cross = weight.to(moments.gram.dtype) @ moments.gram
+    return replace(moments, cross=cross, target_energy=(cross * weight).sum((-2, -1)))
 
 
 def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:

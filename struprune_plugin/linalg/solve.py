@@ -17,7 +17,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from struprune_plugin.linalg.second_moments import SecondMoments, move_moments, select_inputs, take_columns
+from struprune_plugin.linalg.second_moments import (
+    SecondMoments,
+    move_moments,
+    select_inputs,
+    take_columns,
+    with_bias_index,
+)
 from struprune_plugin.linalg.ties import argmin_with_ties
 
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
@@ -90,6 +96,26 @@ def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> 
     if (high := ~(condition <= MAX_CONDITION)).any():
         raise _describe_singular(where, high, float(condition[high][0]), columns.shape[-1])
     return _solve_factorized(factor, kept.cross.mT).mT.contiguous(), condition
+
+
+def measure_solved_error(
+    moments: SecondMoments, solved: Tensor, weight: Tensor, columns: Tensor, dampening: Tensor
+) -> Tensor:
+    """Return ``||Y - W P||^2`` of solved weights, at least 0, shape [...], without a product with H.
+
+    A solve leaves ``W H = C + lambda (W_0 - W)``, the bias undamped, so that the error of
+    :func:`~struprune_plugin.linalg.second_moments.measure_error` is ``tr(Y Y^T) - tr(W C^T) + lambda tr(W (W_0 - W)^T)``.
+
+    :param moments: not damped
+    :param solved: W of :func:`solve_kept_weights`, shape [..., d, k + 1]
+    :param weight: W_0, which the moments were damped towards, of the kept inputs, shape [..., d, k + 1]
+    :param columns: kept input columns, sorted, shape [..., k]
+    :param dampening: of each linear, shape [...]
+    """
+    cross = take_columns(moments.cross, with_bias_index(columns, moments.gram.shape[-1] - 1))
+    strength = dampening * _view_diagonal(moments.gram).mean(-1, dtype=torch.float64)
+    pulled = (solved * (weight - solved))[..., :-1].sum((-2, -1))
+    return (moments.target_energy - (solved * cross).sum((-2, -1)) + strength * pulled).clamp(min=0)
 
 
 def scale_weights(moments: SecondMoments, weight: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

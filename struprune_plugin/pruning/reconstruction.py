@@ -10,7 +10,13 @@ from torch import Tensor
 from struprune_plugin.layerwise.statistics import Stack
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error, take_columns, with_bias_index
-from struprune_plugin.linalg.solve import choose_dampening, damp_moments, scale_weights, solve_kept_weights
+from struprune_plugin.linalg.solve import (
+    choose_dampening,
+    damp_moments,
+    measure_solved_error,
+    scale_weights,
+    solve_kept_weights,
+)
 from struprune_plugin.model.surgery import LayerCopy, rotate_group, rotate_producer, set_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
@@ -67,20 +73,20 @@ def solve_weights(
     deleted = take_columns(problem.weight, with_bias_index(columns, group.num_columns))
     weight, dampenings = deleted, [config.dampening_frac] * len(keep)
     condition = scale = [None] * len(keep)
+    before = after = measure_error(gathered.all, deleted, columns)
     if config.weight_update.solves and updates and not gathered.determines:
         weight, factors = scale_weights(gathered.all, deleted, columns)
-        scale = factors.tolist()
+        after, scale = measure_error(gathered.all, weight, columns), factors.tolist()
     elif config.weight_update.solves and updates:
-        damped = problem.damped
+        damped, chosen = problem.damped, problem.weight.new_tensor(dampenings)
         if gathered.held is not None:
             dampenings = choose_dampening(gathered.all, gathered.held, problem.weight, columns, module.has_bias)
             chosen = problem.weight.new_tensor(dampenings)
             damped = damp_moments(gathered.all, problem.weight, chosen, module.has_bias)
         weight, high = solve_kept_weights(damped, columns, module.names)
-        condition = high.tolist()
+        after, condition = measure_solved_error(gathered.all, weight, deleted, columns, chosen), high.tolist()
     energy = gathered.all.target_energy.clamp(min=1e-300)
-    before, after = (measure_error(gathered.all, some, columns) / energy for some in (deleted, weight))
-    errors = torch.stack([energy, before, after]).tolist()
+    errors = torch.stack([energy, before / energy, after / energy]).tolist()
     return weight, list(map(SolveRecord, *errors, dampenings, [None] * len(keep), condition, scale))
 
 

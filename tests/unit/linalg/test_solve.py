@@ -21,6 +21,7 @@ from struprune_plugin.linalg.second_moments import (
 from struprune_plugin.linalg.solve import (
     choose_dampening,
     damp_moments,
+    measure_solved_error,
     scale_weights,
     solve_kept_weights,
     weigh_outputs,
@@ -44,7 +45,9 @@ def test_solve_kept_weights_satisfies_normal_equations_and_beats_deletion(seed, 
     rows = torch.cat([columns, torch.tensor([6])])
     solved = solve_kept_weights(damped, columns, "fc2")[0]
     torch.testing.assert_close(solved @ damped.gram[rows][:, rows], damped.cross[:, rows], rtol=1e-8, atol=1e-8)
-    assert measure_error(moments, solved, columns) <= measure_error(moments, dense[:, rows], columns) * (1 + 1e-12)
+    error = measure_error(moments, solved, columns)
+    assert error <= measure_error(moments, dense[:, rows], columns) * (1 + 1e-12)
+    torch.testing.assert_close(measure_solved_error(moments, solved, dense[:, rows], columns, dampening), error)
 
 
 def test_solve_kept_weights_all_kept_local_target_is_identity():
@@ -66,6 +69,8 @@ def test_solve_kept_weights_without_bias_is_the_ridge_solution_without_one():
     naive = (moments.cross[:, rows] + strength * dense[:, rows]) @ torch.linalg.inv(system)
     torch.testing.assert_close(solved[:, :-1], naive)
     assert not solved[:, -1].any()
+    error = measure_solved_error(moments, solved, dense[:, [0, 2, 3, 6]], rows, 0.05)
+    torch.testing.assert_close(error, measure_error(moments, solved, rows))
 
 
 def test_solve_kept_weights_singular_names_layer_condition_and_remedy():

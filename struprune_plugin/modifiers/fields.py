@@ -109,7 +109,7 @@ def _read_experts(value: Any) -> UnitKind | None:
     return UNIT_KINDS.parse({"kind": "experts", **fields} if isinstance(fields, dict) else fields)
 
 
-def _list_short_forms(kinds: Sequence[UnitKind]) -> dict[str, Any]:
+def list_short_forms(kinds: Sequence[UnitKind]) -> dict[str, Any]:
     """Return the values of ``attention_unit``, ``prune_ffn`` and ``experts`` that ask for kinds of units."""
     asked = dict(kind.short_form for kind in kinds if kind.short_form)
     experts = next((kind for kind in kinds if kind.short_form == ("prune_experts", True)), None)
@@ -224,12 +224,12 @@ class StructuredModifier(StageModifier):
 
     def take_units(self, kinds: list[UnitKind]) -> Self:
         """Return the recipe with other kinds of units to prune."""
-        return self.model_copy(update={"units": self.units and kinds, **_list_short_forms(kinds)})
+        return self.model_copy(update={"units": self.units and kinds, **list_short_forms(kinds)})
 
     @model_validator(mode="after")
     def _read_units(self) -> StructuredModifier:
         """Set the short forms to what ``units`` says."""
-        for name, value in _list_short_forms(self.units).items() if self.units is not None else ():
+        for name, value in list_short_forms(self.units).items() if self.units is not None else ():
             if name in self.model_fields_set and getattr(self, name) != value:
                 raise ValueError(f"units and {name} are two choices of units. Remove one of them.")
             setattr(self, name, value)

@@ -15,10 +15,12 @@ from llmcompressor.recipe import Recipe
 from pydantic import BaseModel, ValidationError
 
 from struprune_plugin.modifiers import MODIFIERS, StruPruneModifier
+from struprune_plugin.modifiers.fields import list_short_forms
 from struprune_plugin.recipes.shipped import find_recipe
 from struprune_plugin.settings.registry import describe_error, shorten_value, show_name, suggest
 
 _METHOD_KEYS = ("rule", "method")
+_REPLACED = {"budget": ["sparsity"], "sparsity": ["budget"], "units": [*list_short_forms([])]}  # by a change
 _FORM = "<x>_stage: <y>_modifiers: <Modifier>: {fields}"
 
 
@@ -73,7 +75,7 @@ def _build_recipe(where: str, content: Any, changes: Mapping[str, Any]) -> Recip
             else:
                 text = f"llm-compressor cannot read the recipe ({type(error).__name__}: {problem}). Correct the field."
     except ValidationError as error:
-        text = f"{error.title}: {describe_error(error, MODIFIERS)}"
+        text = f"{error.title}: {describe_error(error, MODIFIERS).removeprefix(f'{error.title}: ')}"
         text += "" if text.endswith((".", "?")) else ". Correct it."
     raise ValueError(f"{where}: {text}")
 
@@ -159,9 +161,9 @@ def _change_fields(where: str, content: dict[str, Any], changes: Mapping[str, An
                     part[inner] = _spell_out(holder, fields, inner) if part is fields else {}
                 part = part[inner]
             part[last] = changes[change]
-            other = {"budget": "sparsity", "sparsity": "budget"}.get(field)  # they replace each other
-            if other and other not in changes:
-                fields.pop(other, None)
+            for other in _REPLACED.get(field, ()):
+                if other not in changes:
+                    fields.pop(other, None)
 
 
 def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]]) -> list[tuple[str, dict]]:

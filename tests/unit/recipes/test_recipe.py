@@ -134,6 +134,13 @@ def test_load_recipe_sets_a_bare_field_in_every_modifier_that_has_it():
         assert getattr(allocator, name) == getattr(pruning, name) == changes[name]
 
 
+def test_named_units_take_the_place_of_a_recipe_s_short_forms():
+    (pruning,) = load_recipe("struprune", {"units": ["head"]}).modifiers
+    assert [kind.kind for kind in pruning.list_units()] == ["head"]
+    with pytest.raises(ValueError, match=r"^struprune: StruPruneModifier: units and attention_unit are two choices"):
+        load_recipe("struprune", {"units": ["head"], "attention_unit": "none"})
+
+
 def test_the_more_precise_change_has_the_last_word():
     allocator, pruning, _ = load_full({"StruPruneModifier.width_multiple": 4, "width_multiple": 2})
     assert (allocator.width_multiple, pruning.width_multiple) == (2, 4)

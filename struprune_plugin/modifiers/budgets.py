@@ -166,7 +166,7 @@ def find_budget(
     most = getattr(modifier.allocation, "max_sparsity", 1.0)
     if share > most:
         raise ValueError(
-            f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or lower sparsity."
+            f"max_sparsity: must be at least {share:.4f}, the modules' mean, got {most}. Raise it, or remove less."
         )
     return sizes, Budget(sparsity, num_prunable, share, weighed, num_entries)
 

@@ -90,6 +90,12 @@ def test_find_group_sparsity_makes_up_for_what_is_not_pruned():
         find_group_sparsity(groups, total, 0.6)
 
 
+def test_all_that_can_go_is_no_more_than_can_go():
+    (group,) = groups = [GroupSize("ffn", "ffn", 64, 1, 1)]
+    assert 63 / 1001 * 1001 > 63 == group.max_removable, "as floats are rounded"
+    assert find_group_sparsity(groups, 1001, 63 / 1001) == pytest.approx(63 / 64)
+
+
 def _naive_algorithm_2(importance, sparsity, temperature):
     """Algorithm 2, step 2, as printed (T already absolute)."""
     w = [torch.exp(-i / temperature) for i in importance]

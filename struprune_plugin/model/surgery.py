@@ -22,6 +22,7 @@ from struprune_plugin.linalg.second_moments import append_bias, with_bias_index
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.locate import read_counts, read_numbers, read_padding
 from struprune_plugin.model.unit_kind import UnitGroup
+from struprune_plugin.runtime.distributed import wait_for_all
 from struprune_plugin.runtime.residence import drop_onloaded
 
 
@@ -149,7 +150,10 @@ def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
 def change_tensor(layer: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
     """Set a parameter or buffer of a layer to a function of itself, cast to its dtype."""
     owner, old = _find_tensor(layer, name)
-    _set_tensor(owner, name, change(old))
+    new = change(old)
+    if isinstance(owner._parameters, OffloadCache):
+        wait_for_all()  # processes share offloaded weights: all have read before one writes
+    _set_tensor(owner, name, new)
 
 
 def mask_group(layer: nn.Module, group: UnitGroup, keep: Tensor, weight: Tensor | None = None) -> None:

@@ -21,6 +21,7 @@ from struprune_plugin.model.surgery import LayerCopy, rotate_group, rotate_produ
 from struprune_plugin.model.unit_kind import UnitGroup
 from struprune_plugin.pruning.config import PruningConfig
 from struprune_plugin.pruning.problem import GroupProblem
+from struprune_plugin.runtime.distributed import compute_on_rank0
 from struprune_plugin.storage.manifest import GroupRecord, SolveRecord
 
 _OF_LAST_SOLVE = "error_after", "damping", "condition_number"  # of a record
@@ -134,9 +135,14 @@ def solve_sliced(module: Stack, num_keep: int, config: PruningConfig) -> SolveRe
     """
     sliced = replace(module, groups=[module.group.resize(num_keep)])
     gathered = sliced.collect_moments(f"{module.group.name} closing")
-    problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)
-    everything = torch.arange(num_keep, device=problem.weight.device)
-    (closing,), (record,) = solve_weights(problem, everything[None], config)
+
+    def solve() -> tuple[Tensor, list[SolveRecord]]:
+        problem = GroupProblem.pose(sliced, gathered, config.dampening_frac)
+        everything = torch.arange(num_keep, device=problem.weight.device)
+        return solve_weights(problem, everything[None], config)
+
+    result_type = tuple[Tensor, list[SolveRecord]]
+    (closing,), (record,) = compute_on_rank0(solve, result_type, module.context.solve_device)
     set_consumer(sliced.layer, sliced.group, closing)
     return record
 

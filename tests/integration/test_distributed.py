@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.families import make_model
 from helpers.mixtures import make_mixture
 from helpers.models import VOCABULARY, make_opt, run_oneshot, save_model, start_process
 from helpers.run_distributed import NUM_SAMPLES, read_options, run_jobs
 from transformers import AutoModelForCausalLM
 
+from struprune_plugin.pruning import reconstruction
 from struprune_plugin.storage.manifest import read_manifest
 
 FIELDS = {
@@ -31,6 +33,8 @@ WHOLE = {  # of a mixture, beside values; the saved mixture is another model tha
     "sensitivity": {"samples": NUM_SAMPLES},
     "allocation": {"rule": "error_curve", "trial_samples": 0, "samples": NUM_SAMPLES},
 }
+COUPLED = {"sparsity": 0.1, "units": ["recurrent_heads"]}  # behind them is a norm, so that a last solve closes the cut
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
 TRIED = {"sparsity": 0.3, "num_samples": 16, "allocation": {"rule": "error_curve", "trial_samples": 4, "samples": 8}}
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
@@ -53,19 +57,24 @@ def mixture(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(opt, mixture, tmp_path_factory):
+def bamba(tmp_path_factory):
+    return save_model(make_model("bamba", **MAMBA), tmp_path_factory.mktemp("bamba"))
+
+
+@pytest.fixture(scope="module")
+def two_processes(opt, mixture, bamba, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", "whole")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", "whole", "coupled")}
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [
         [str(dead), str(folders[name]), fields if "lora" in fields else {"sparsity": 0.2, **fields}]
         for name, (fields, _) in REFUSED.items()
     ]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in {**FIELDS, "tried": TRIED}.items()]
-    jobs.append([str(mixture), str(folders["whole"]), WHOLE])
+    jobs += [[str(mixture), str(folders["whole"]), WHOLE], [str(bamba), str(folders["coupled"]), COUPLED]]
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -81,15 +90,22 @@ def run_rank(rank, port, jobs):
     """Run the jobs as one of two processes, with what torchrun tells each."""
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    if rank:
+        reconstruction.solve_weights = refuse_to_solve
     run_jobs(jobs)
 
 
-@pytest.mark.parametrize("name", [*FIELDS, "whole"])
-def test_two_processes_equal_one(opt, mixture, two_processes, name, tmp_path):
-    folder, fields = two_processes[name], {**FIELDS, "whole": WHOLE}[name]
+def refuse_to_solve(*_):
+    raise AssertionError("the first process solves, and sends its weights")
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "whole", "coupled"])
+def test_two_processes_equal_one(opt, mixture, bamba, two_processes, name, tmp_path):
+    folder, fields = two_processes[name], {**FIELDS, "whole": WHOLE, "coupled": COUPLED}[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     assert [path.name for path in folder.glob("*out*")] == ["out"]
-    run_oneshot(str(mixture if name == "whole" else opt), output_dir=tmp_path / "one", **read_options(fields))
+    model = {"whole": mixture, "coupled": bamba}.get(name, opt)
+    run_oneshot(str(model), output_dir=tmp_path / "one", **read_options(fields))
     two, one = read_manifest(folder / "out"), read_manifest(tmp_path / "one")
     assert [group.keep for group in two.groups] == [group.keep for group in one.groups]
     assert two.experts == one.experts

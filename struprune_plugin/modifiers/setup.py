@@ -124,8 +124,8 @@ def set_up(pruning: PruningFields, model: PreTrainedModel, stages: checks.Stages
             )
     sizes, budget = budgets.find_budget(recipe, model, groups, roundings, entries)
     early = _allocate_early(recipe, model, sizes, budget)
-    if early is not None:
-        budgets.check_widths(groups, early.num_keep, roundings)
+    known = groups if early is not None else [group for group in groups if group.unit.drops_entries]
+    budgets.check_widths(known, {} if early is None else early.num_keep, roundings)
     resolve_only, dropped = _list_resolve_only(recipe, model, groups), entries if budget.num_entries else None
     return Setup(recipe, groups, resolve_only, roundings, sizes, budget, dropped, early)
 

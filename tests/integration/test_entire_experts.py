@@ -20,6 +20,7 @@ from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.model.structure.tiny import draw_tokens
+from struprune_plugin.modifiers.plan import Workload, plan_run
 
 TYPES = {  # the plain kind is in tests/families
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
@@ -170,6 +171,16 @@ def test_a_quantiser_may_follow(mixture, tmp_path):
     tokens = mixture[1][2]
     assert again.config.n_routed_experts == 6
     torch.testing.assert_close(again(tokens).logits, quantised(tokens).logits, **CLOSE)
+
+
+def test_experts_that_a_quantiser_cannot_group_are_refused_before_any_work(mixture):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+    groups = {"experts": {"targets": ["re:.*experts\\.\\d+\\.down_proj$"], "weights": weights}}
+    recipe = [StruPruneModifier(sparsity=0.1), QuantizationModifier(config_groups=groups)]
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.down_proj: the kept width must be a multiple of 8 .*got 52 of 52"
+    ):
+        plan_run(mixture[1][0], recipe, Workload(16, 32, 8))
 
 
 def test_more_than_routing_allows_is_refused_before_any_work(mixture, tmp_path):

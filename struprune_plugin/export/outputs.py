@@ -163,7 +163,7 @@ class GGUF(UniformPadded):
         check_gguf(config, source / "tokenizer.json")
 
     def write(self, model: PreTrainedModel, source: Path, output: Path) -> None:
-        config = _find_dense(model.config)
+        config = make_dense_config(model.config)
         _grow_resized(model)
         grow_padded(model)
         check_room([("output_dir", output, count_weight_bytes(model))])
@@ -195,18 +195,13 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
         raise ValueError(
             f"{source}: must not be quantised, got a quantised model. Convert first, and quantise afterwards."
         )
-    CONVERSIONS[form].check(_find_dense(config), source)
+    CONVERSIONS[form].check(make_dense_config(config), source)
     model = load_whole(AutoModelForCausalLM, str(source), dtype="auto", trust_remote_code=trust_remote_code)
     CONVERSIONS[form].write(model, source, output)
 
 
 def _are_layers_alike(model: PreTrainedModel) -> bool:
     return stock_config.are_layers_alike(model) and stock_units.are_units_alike(model)
-
-
-def _find_dense(config: Any) -> Any:
-    """Return the stock configuration of a model, pruned or not."""
-    return make_dense_config(config) if is_pruned(type(config)) else config
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:

@@ -65,19 +65,6 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
     prove_once(sorted(unit.kind for unit in kinds), model_class, config, lambda: compute_on_rank0(run))
 
 
-def rehearse_with_mixtures(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> bool:
-    """Return whether the rehearsal also succeeds with units of mixtures; where it does not, they stay whole, as the log says."""
-    try:
-        rehearse(model, kinds)
-    except ValueError as error:
-        if not find_structure(model).has_mixtures:
-            raise
-        rehearse(model, [kind for kind in kinds if not kind.of_mixture])
-        logger.warning(f"the experts of the mixture are not pruned: {error}")
-        return False
-    return True
-
-
 @torch.no_grad()
 def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitGroup]) -> None:
     masked = deepcopy(tiny)

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.export.outputs import OUTPUTS
-from struprune_plugin.export.rehearsal import rehearse_with_mixtures
+from struprune_plugin.export.rehearsal import rehearse
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
+from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.surgery import check_sliceable
 from struprune_plugin.model.unit_kind import ListEntries, UnitGroup, list_kinds
 from struprune_plugin.modifiers import budgets, checks
@@ -148,9 +149,16 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
 def _rehearse(recipe: PruningFields, model: PreTrainedModel) -> PruningFields:
     """Return the recipe without units of mixtures whose removal fails in the rehearsal, as the log says."""
     kinds = recipe.list_units()
-    if rehearse_with_mixtures(model, kinds):
-        return recipe
-    return recipe.take_units([kind for kind in kinds if not kind.of_mixture])
+    try:
+        rehearse(model, kinds)
+    except ValueError as error:
+        if not find_structure(model).has_mixtures:
+            raise
+        others = [kind for kind in kinds if not kind.of_mixture]
+        rehearse(model, others)
+        logger.warning(f"the experts of the mixture are not pruned: {error}")
+        return recipe.take_units(others)
+    return recipe
 
 
 def _find_entries(

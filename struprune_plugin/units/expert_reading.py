@@ -108,16 +108,9 @@ def _find_direct_join(kind: Measured, name: str, length: int) -> Join | None:
         noise.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).mul_(output.std()))
         return output + noise[0]
 
-    def run() -> Tensor:
-        output = kind.call.run(kind.layer)
-        return output[0] if isinstance(output, (tuple, list)) else output
-
-    before = run()
-    handle = kind.layer.get_submodule(name).register_forward_hook(add)
-    try:
-        change = run() - before
-    finally:
-        handle.remove()
+    before = kind.call.run(kind.layer)
+    with kind.layer.get_submodule(name).register_forward_hook(add):
+        change = kind.call.run(kind.layer) - before
     if noise[0].numel() != change.numel():
         return None
     added = noise[0].reshape(change.shape)

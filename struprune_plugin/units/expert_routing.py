@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from compressed_tensors.offload import disable_onloading
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from torch import nn
 from transformers import PreTrainedConfig
@@ -19,6 +18,7 @@ from struprune_plugin.model.experts import linearize_experts, list_experts, pack
 from struprune_plugin.model.structure import tiny
 from struprune_plugin.model.structure.locate import find_stock, locate_layers, make_dense_config
 from struprune_plugin.model.structure.shrinking import find_first, shrink_config
+from struprune_plugin.model.surgery import change_tensor
 
 _WIDE, _KEEP = 10, (0, 2, 4, 5, 7, 9)  # no other size of a tiny instance is 10; as many stay of both halves
 _STEPS, _FINE = (8, 4, 2), 16  # experts that go at a time, and how many times as many there must be
@@ -41,16 +41,11 @@ class Routing:
         left = {str(place): members[index] for place, index in enumerate(keep)}
         others = {name: module for name, module in members._modules.items() if not name.isdigit()}
         members._modules, members.num_experts = left | others, len(keep)
-        modules = dict(layer.named_modules())
+        modules, entries = dict(layer.named_modules()), torch.tensor(keep)
         for name, axis in self.tensors.items():
             owner, _, attribute = name.rpartition(".")
-            if hasattr(module := modules.get(owner), attribute):
-                old = getattr(module, attribute).detach()
-                with disable_onloading():  # an onloaded copy does not say whether it learns
-                    like = getattr(module, attribute)
-                new = old.index_select(axis, torch.tensor(keep, device=old.device)).contiguous()
-                is_parameter = isinstance(like, nn.Parameter)
-                setattr(module, attribute, nn.Parameter(new, like.requires_grad) if is_parameter else new)
+            if hasattr(modules.get(owner), attribute):
+                change_tensor(layer, name, lambda old, axis=axis: old.index_select(axis, entries.to(old.device)))  # type: ignore[misc]
         for name, attribute in self.counts:
             if hasattr(module := modules.get(name), attribute):
                 setattr(module, attribute, len(keep))

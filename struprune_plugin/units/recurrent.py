@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from struprune_plugin.export.modeling_struprune import narrow
+from struprune_plugin.export.modeling_struprune import find_owner, narrow
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import UnitLayout
@@ -35,7 +35,7 @@ class RecurrentHeads(ShrinkingUnits):
 
     def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
         assert isinstance(unit, RecurrentLayout)
-        count, columns = int(_read(layer, unit.counter)), find_linear(layer, unit.output).in_features
+        count, columns = int(getattr(*find_owner(layer, unit.counter))), find_linear(layer, unit.output).in_features
         rows = {COLUMN: columns // count, ENTRY: unit.entries}
         for name, parts in unit.producers.items():  # what is left is of the parts whose size nothing else states
             known = sum(rows[part] * count for part in parts if part in (COLUMN, ENTRY))
@@ -47,7 +47,7 @@ class RecurrentHeads(ShrinkingUnits):
             unit,
             count,
             rows,
-            num_blocks=int(_read(layer, unit.blocks)) if unit.blocks else 1,
+            num_blocks=int(getattr(*find_owner(layer, unit.blocks))) if unit.blocks else 1,
             columns_per_unit=columns // count,
             runs=dict.fromkeys(unit.mixed, 1),
             is_coupled=bool(unit.norms),
@@ -80,20 +80,10 @@ class RecurrentHeads(ShrinkingUnits):
         padded = replace(unit, producers={name: unit.tensors[name] for name in unit.buffers})
         super().resize_module(layer, replace(group, layout=padded), num_keep)
         for name in unit.scaled:
-            _write(layer, name, _read(layer, name) * num_keep // group.num_units)
+            setattr(*find_owner(layer, name), getattr(*find_owner(layer, name)) * num_keep // group.num_units)
         for name, tensor in unit.rows.items():
-            _write(layer, name, max(_read(layer, tensor).shape))
+            setattr(*find_owner(layer, name), max(getattr(*find_owner(layer, tensor)).shape))
         for eps, weight in unit.norms.items():  # the same function of fewer channels: zeros no longer count in the mean
-            _write(layer, eps, _read(layer, eps) * group.num_units / num_keep)
+            setattr(*find_owner(layer, eps), getattr(*find_owner(layer, eps)) * group.num_units / num_keep)
             factor = math.sqrt(group.num_units / num_keep)
             change_tensor(layer, weight, lambda old, factor=factor: old.float() * factor)  # type: ignore[misc]
-
-
-def _read(layer: nn.Module, name: str) -> Any:
-    owner, _, last = name.rpartition(".")
-    return getattr(layer.get_submodule(owner), last)
-
-
-def _write(layer: nn.Module, name: str, value: float) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(layer.get_submodule(owner), last, value)

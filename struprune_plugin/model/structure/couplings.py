@@ -33,8 +33,9 @@ class Call:
     output: Any = None
 
     def run(self, module: nn.Module) -> Any:
-        """Call a module in the same way and return its output."""
-        return module(*self.args, **self.kwargs)
+        """Call a module in the same way and return its output, of several parts the first."""
+        output = module(*self.args, **self.kwargs)
+        return output[0] if isinstance(output, (tuple, list)) else output
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -123,13 +122,10 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
 
 
 def _describe_kind(layer: nn.Module) -> str:
-    """Return a description that distinguishes kinds of layers: classes, shapes and attributes of modules."""
-    return repr([(name, type(module).__name__, *_list_facts(module)) for name, module in layer.named_modules()])
-
-
-def _list_facts(module: nn.Module) -> Iterator[Any]:
-    """Yield a module's shapes and its plain attributes, without a layer's position."""
-    yield [(name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)]
-    known = (int, str, bool, type(None))
-    facts = {name: value for name, value in vars(module).items() if type(value) in known and name[0] != "_"}
-    yield sorted((name, repr(value)) for name, value in facts.items() if not {"idx", "layer"} & {*name.split("_")})
+    """Return a description that distinguishes kinds of layers: classes, shapes and plain attributes of modules, but positions."""
+    facts, plain = list[Any](), (int, str, bool, type(None))
+    for path, module in layer.named_modules():
+        facts += path, type(module).__name__, [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]
+        values = {name: repr(value) for name, value in vars(module).items() if type(value) in plain and name[0] != "_"}
+        facts.append(sorted(pair for pair in values.items() if not {"idx", "layer"} & {*pair[0].split("_")}))
+    return repr(facts)

@@ -57,7 +57,7 @@ def find_norm(measured: Measured, consumer: str) -> str:
     """Return the consumer, or the smallest module around it, whose output a norm rescales: twice that output leaves the layer's
     output as it is. Empty where there is none.
     """
-    name, dense = consumer, _run_scaled(measured, "", 1.0)
+    name, dense = consumer, measured.call.run(measured.layer)
     while name:
         with_none, with_twice = (_run_scaled(measured, name, factor) for factor in (0.0, 2.0))
         if float((with_twice - dense).norm()) < _UNCHANGED * float((with_none - dense).norm()):
@@ -72,13 +72,8 @@ def _run_scaled(measured: Measured, name: str, factor: float) -> Tensor:
     def scale(_module: nn.Module, _args: tuple, output: Any) -> Any:
         return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
 
-    handle = measured.layer.get_submodule(name).register_forward_hook(scale) if name else None
-    try:
-        output = measured.call.run(measured.layer)
-    finally:
-        if handle is not None:
-            handle.remove()
-    return output[0] if isinstance(output, (tuple, list)) else output
+    with measured.layer.get_submodule(name).register_forward_hook(scale):
+        return measured.call.run(measured.layer)
 
 
 def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added: Tensor) -> tuple[str, float] | None:

@@ -8,13 +8,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from eval.groups import find_groups
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.surgery import slice_group
 

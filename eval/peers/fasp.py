@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from eval.groups import find_groups
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
@@ -18,7 +19,6 @@ from struprune_plugin.layerwise.moments import add_batch, assemble_moments, make
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup

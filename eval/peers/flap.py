@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from eval.groups import find_groups
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity
@@ -24,7 +25,6 @@ from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from eval.groups import find_groups
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
 from struprune_plugin.evaluation.scoring import load_checkpoint
@@ -27,7 +28,6 @@ from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.second_moments import append_bias
 from struprune_plugin.linalg.solve import sqrt_psd
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_consumer, read_weight, set_consumer, set_weight, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup, select_groups

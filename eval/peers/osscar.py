@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from eval.groups import find_groups
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
 from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
@@ -28,7 +29,6 @@ from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.linalg.elimination import eliminate_units, keep_last, unit_columns
 from struprune_plugin.linalg.second_moments import SecondMoments, append_bias, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
 from struprune_plugin.model.surgery import read_weight, slice_group
 from struprune_plugin.model.unit_kind import UnitGroup

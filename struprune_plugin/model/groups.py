@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 from compressed_tensors.utils import match_name
 from torch import nn
 
 from struprune_plugin.model.layers import find_decoder_layers, find_layouts, find_linear
-from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds, sort_groups
-
-AttentionUnit = Literal["head", "value_channels", "none"]
-
-
-def find_groups(
-    model: nn.Module,
-    attention_unit: AttentionUnit,
-    prune_ffn: bool = True,
-    targets: Sequence[str] = ("re:.*",),
-    ignore: Sequence[str] = (),
-    prune_experts: bool = False,
-) -> list[UnitGroup]:
-    """Return :func:`list_groups` of the kinds of units that a recipe's short forms ask for."""
-    kinds = list_kinds(attention_unit=attention_unit, prune_ffn=prune_ffn, prune_experts=prune_experts)
-    return list_groups(model, kinds, targets, ignore)
+from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, sort_groups
 
 
 def list_groups(

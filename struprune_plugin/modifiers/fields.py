@@ -14,7 +14,7 @@ from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.linalg.solve import DAMPENING
 from struprune_plugin.model.experts import linearize_experts
-from struprune_plugin.model.groups import AttentionUnit, list_groups
+from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import find_layouts
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind, list_kinds
@@ -28,6 +28,10 @@ from struprune_plugin.settings.registry import Config, Patterns
 UnitField = Annotated[SerializeAsAny[UnitKind], BeforeValidator(UNIT_KINDS.parse)]
 ImportanceField = Annotated[SerializeAsAny[Importance], BeforeValidator(IMPORTANCES.parse)]
 WeightUpdateField = Annotated[SerializeAsAny[WeightUpdate], BeforeValidator(WEIGHT_UPDATES.parse)]
+AttentionUnit = Annotated[
+    Literal["head", "value_channels", "none"],
+    BeforeValidator(lambda value: "value_channels" if value == "vo" else value),
+]
 AllocationField = Annotated[SerializeAsAny[AllocationRule], BeforeValidator(RULES.parse)]
 
 EFFORTS: dict[str, dict[str, Any]] = {  # values of the fields that a recipe leaves out
@@ -152,9 +156,7 @@ class StructuredModifier(StageModifier):
     ignore: Patterns = Field(default_factory=list)
     units: Annotated[list[UnitField], Field(min_length=1)] | None = None
     _added: list[UnitKind] = PrivateAttr(default_factory=list)
-    attention_unit: Annotated[AttentionUnit, BeforeValidator(lambda v: "value_channels" if v == "vo" else v)] = (
-        "value_channels"
-    )
+    attention_unit: AttentionUnit = "value_channels"
     prune_ffn: bool = True
     experts: Annotated[SerializeAsAny[UnitKind] | None, BeforeValidator(_read_experts)] = Field(
         default="whole",

@@ -19,11 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, StaticC
 
 from eval.account import count_memory
 from eval.coverage import mask_dense
+from eval.groups import find_groups
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export.convert import adopt_config
 from struprune_plugin.export.outputs import convert_folder
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_layouts, measure_layer
 
 PROMPTS = torch.randint(4, 2048, (2, 12), generator=torch.Generator().manual_seed(7))

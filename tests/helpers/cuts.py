@@ -5,11 +5,11 @@ import copy
 import torch
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin.export.any_class import replace_conv1d
 from struprune_plugin.export.convert import adopt_config, adopt_paddings
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import with_bias_index
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.model.surgery import mask_group, read_consumer, slice_group
 

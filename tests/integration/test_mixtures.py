@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.export import rehearsal
 from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import linearize_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.modifiers.plan import Workload, plan_run
 from struprune_plugin.paper.snip import SNIP

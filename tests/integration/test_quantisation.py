@@ -24,9 +24,9 @@ from llmcompressor.modifiers.factory import ModifierFactory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eval.groups import find_groups
 from struprune_plugin import LoRARecoveryModifier, SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.cli import main as cli
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.modifiers.budgets import find_roundings
 from struprune_plugin.modifiers.checks import check_weights

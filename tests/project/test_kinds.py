@@ -10,7 +10,7 @@ from struprune_plugin.model.unit_kind import UNIT_KINDS
 
 PACKAGE = ROOT / "struprune_plugin"
 FIELDS = {"attention_unit", "prune_ffn", "experts"}  # of a recipe, short forms of `units`
-SHORT_FORMS = {"model/groups.py", "modifiers/fields.py"}  # the only ones that say what these fields ask for
+SHORT_FORMS = {"modifiers/fields.py"}  # the only one that says what these fields ask for
 KEYS = {"model/structure/shrinking.py": {"heads"}}  # what keys of configurations are called
 MANIFEST = {"storage/manifest.py": {"experts"}}  # a documented field: entries of lists that stay
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "units")

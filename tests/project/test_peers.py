@@ -9,6 +9,7 @@ from helpers.families import make_model
 from helpers.models import VOCABULARY, save_model, save_opt
 from helpers.problems import make_problem
 
+from eval.groups import find_groups
 from eval.peers import flap, modegpt, slicegpt
 from eval.peers.compact import prune_compact
 from eval.peers.fasp import prune_fasp
@@ -21,7 +22,6 @@ from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error
 from struprune_plugin.linalg.solve import solve_kept_weights
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.surgery import mask_group, read_consumer
 

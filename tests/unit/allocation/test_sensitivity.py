@@ -2,9 +2,9 @@ import pytest
 import torch
 from helpers.models import make_opt
 
+from eval.groups import find_groups
 from struprune_plugin.allocation.sensitivity import draw_labels, measure_fisher
 from struprune_plugin.linalg.solve import sqrt_psd
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.runtime.device_context import DeviceContext
 

@@ -8,13 +8,13 @@ from helpers.models import make_dataset, run_oneshot
 from helpers.trials import watch_trials
 from transformers import AutoModelForCausalLM
 
+from eval.groups import find_groups
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.allocation.curves import can_keep_moments, hold_batches
 from struprune_plugin.linalg.elimination import keep_last, unit_columns
 from struprune_plugin.linalg.error_curves import solve_nested_weights
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, with_bias_index
 from struprune_plugin.linalg.solve import damp_moments, solve_kept_weights
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.modifiers import allocation_pass
 

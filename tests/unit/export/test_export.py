@@ -9,9 +9,9 @@ from helpers.models import run_oneshot
 from llmcompressor.transformers.compression import compressed_tensors_utils as host_saving
 from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
+from eval.groups import find_groups
 from struprune_plugin.export import modeling_struprune
 from struprune_plugin.export.convert import adopt_config, adopt_paddings, wrap_save
-from struprune_plugin.model.groups import find_groups
 
 SAVED = {"pre_norm": "value_channels", "post_norm": "head", "no_bias": "value_channels"}  # shape -> attention unit
 

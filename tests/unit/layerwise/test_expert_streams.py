@@ -7,12 +7,12 @@ import torch
 from compressed_tensors.offload import offload_module
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import linearize_experts, run_experts_fast
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.unit_kind import select_groups
 from struprune_plugin.runtime.device_context import DeviceContext

@@ -7,6 +7,7 @@ import torch
 from helpers.families import make_model
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin.allocation.candidates import describe_doubt
 from struprune_plugin.allocation.sensitivity import measure_fisher
 from struprune_plugin.layerwise.capture import record
@@ -14,7 +15,6 @@ from struprune_plugin.layerwise.dense_reference import TARGETS, DenseReference
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import linearize_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.runtime.device_context import DeviceContext

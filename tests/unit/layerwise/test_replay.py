@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import enter_device_context, stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.unit_kind import select_groups
 

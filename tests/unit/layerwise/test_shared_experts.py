@@ -7,13 +7,13 @@ from helpers.models import run_oneshot
 from transformers import AutoTokenizer
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin import read_manifest
 from struprune_plugin.evaluation.text import DEMO_MODEL
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.passes import stream_layers
 from struprune_plugin.layerwise.statistics import LayerStatistics
 from struprune_plugin.model.experts import linearize_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.runtime.device_context import DeviceContext

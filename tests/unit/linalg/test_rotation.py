@@ -3,9 +3,9 @@ import torch
 from helpers.models import make_opt
 from helpers.problems import make_problem, naive_restored_error
 
+from eval.groups import find_groups
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.linalg.rotation import find_directions, rotate_columns, rotate_moments
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.surgery import rotate_group
 
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2)]  # blocks, copies

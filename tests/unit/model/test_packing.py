@@ -5,9 +5,9 @@ import torch
 from compressed_tensors.offload import disable_onloading
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.model.experts import linearize_experts, list_experts, list_packed_shapes, pack_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.model.surgery import slice_group

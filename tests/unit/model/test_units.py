@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers.models import make_opt
 
-from struprune_plugin.model.groups import find_groups
+from eval.groups import find_groups
 from struprune_plugin.model.layers import find_decoder_layers
 
 

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.coverage import mask_dense
+from eval.groups import find_groups
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.paper.snip import SNIP
 from struprune_plugin.pruning import reconstruction
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers.families import make_model
 
+from eval.groups import find_groups
 from struprune_plugin.layerwise.calls import LayerCall, split_call
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.runtime.device_context import DeviceContext
 

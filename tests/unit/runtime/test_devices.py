@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from eval.coverage import make_config
+from eval.groups import find_groups
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import ConsumerBatch
@@ -23,7 +24,6 @@ from struprune_plugin.linalg.rotation import find_directions
 from struprune_plugin.linalg.second_moments import accumulate_moments, make_moments, move_moments
 from struprune_plugin.linalg.solve import damp_moments
 from struprune_plugin.model.experts import linearize_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes, find_decoder_layers
 from struprune_plugin.model.structure.tiny import build_tiny
 from struprune_plugin.modifiers import needs

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.mixtures import make_mixture
 
+from eval.groups import find_groups
 from struprune_plugin.allocation.rounding import GroupSize, split_budget
 from struprune_plugin.model.experts import linearize_experts, list_experts
-from struprune_plugin.model.groups import find_groups
 from struprune_plugin.model.structure.tiny import draw_tokens
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.units.entire_experts import EntireExperts, find_entire_experts

@@ -1,0 +1,23 @@
+"""Groups of units by the short forms of a recipe, for evaluations and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from struprune_plugin.model.groups import list_groups
+from struprune_plugin.model.unit_kind import UnitGroup, list_kinds
+
+
+def find_groups(
+    model: nn.Module,
+    attention_unit: str,
+    prune_ffn: bool = True,
+    targets: Sequence[str] = ("re:.*",),
+    ignore: Sequence[str] = (),
+    prune_experts: bool = False,
+) -> list[UnitGroup]:
+    """Return :func:`list_groups` of the kinds of units that a recipe's short forms ask for."""
+    kinds = list_kinds(attention_unit=attention_unit, prune_ffn=prune_ffn, prune_experts=prune_experts)
+    return list_groups(model, kinds, targets, ignore)

@@ -51,7 +51,23 @@ class FFNChannels(UnitKind):
     kind: Literal["ffn"] = "ffn"
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
-        return read_ffn(measured, thin, consumer)
+        """Return the FFN that ends in a linear: a column depends on one or two rows per producer, of the same token."""
+        producers, alternates = dict[str, tuple[str, ...]](), False
+        eye = torch.eye(measured.inputs[consumer].shape[-1], dtype=torch.bool)
+        for name, coupling in thin.items():
+            count, rest = divmod(len(coupling.reached), len(eye))
+            if rest or not 1 <= count <= 2 or coupling.later.any():
+                return None
+            if not torch.equal(coupling.reached, eye.repeat(count, 1)):
+                if not torch.equal(coupling.reached, eye.repeat_interleave(count, 0)):
+                    return None
+                alternates = True
+            producers[name] = ("ffn",) * count
+        if not producers:
+            return None
+        return _find_activation(
+            measured, FFNLayout(kind="ffn", producers=producers, output=consumer, alternates=alternates)
+        )
 
     def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
         return {"width": find_linear(layer, unit.output).in_features}
@@ -76,28 +92,6 @@ def describe_channels(kind: UnitKind, ffn: FFNLayout, layer: nn.Module) -> UnitG
     runs = dict.fromkeys(ffn.producers, 1) if ffn.alternates else {}
     width = find_linear(layer, ffn.output).in_features
     return UnitGroup(kind, ffn, width, {"ffn": 1}, runs=runs)
-
-
-def read_ffn(measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> FFNLayout | None:
-    """Return the FFN that ends in a linear: each column depends on its own one or two rows per producer, of the same token only."""
-    columns = measured.inputs[consumer].shape[-1]
-    producers: dict[str, tuple[str, ...]] = {}
-    alternates = False
-    for name, coupling in thin.items():
-        count, rest = divmod(len(coupling.reached), columns)
-        if rest or not 1 <= count <= 2 or coupling.later.any():
-            return None
-        eye = torch.eye(columns, dtype=torch.bool)
-        if not torch.equal(coupling.reached, eye.repeat(count, 1)):
-            if not torch.equal(coupling.reached, eye.repeat_interleave(count, 0)):
-                return None
-            alternates = True
-        producers[name] = tuple[str, ...](["ffn"] * count)
-    return (
-        _find_activation(measured, FFNLayout(kind="ffn", producers=producers, output=consumer, alternates=alternates))
-        if producers
-        else None
-    )
 
 
 def _find_activation(measured: Measured, ffn: FFNLayout) -> FFNLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,23 +49,22 @@ class RecurrentLayout(ShrinkingLayout):
 
 
 def read_recurrent(measured: Measured, consumer: str) -> RecurrentLayout | None:
-    """Return the heads of the recurrent mixer that ends in a linear, which has a convolution over tokens; None where it is none."""
+    """Return the heads of the recurrent mixer that ends in a linear, which has a convolution over tokens; None where it is none.
+
+    They are read from the module alone, while the eps of its norms are so large that a norm couples no channels.
+    """
     owner = consumer.rpartition(".")[0]
     module = measured.layer.get_submodule(owner)
     if not owner or not any(isinstance(part, nn.Conv1d) for part in module.modules()):
         return None
-    inner = _measure_alone(measured, owner, consumer)
-    return None if inner is None else _read_heads(measured, inner, owner, consumer)
-
-
-def _measure_alone(measured: Measured, owner: str, consumer: str) -> Measured | None:
-    """Return the measurements of a module alone while the eps of its norms are so large that a norm couples no channels."""
-    module = measured.layer.get_submodule(owner)
     with watch(measured.layer, [owner]) as calls:
         measured.call.run(measured.layer)
-    with suppress(Exception), _raise_eps(module):  # a module that cannot be called alone
-        return measure([module], calls[0], len(measured.inputs[consumer]), asks_later=False)
-    return None
+    try:
+        with _raise_eps(module):
+            inner = measure([module], calls[0], len(measured.inputs[consumer]), asks_later=False)
+    except Exception:  # a module that cannot be called alone
+        return None
+    return _read_heads(measured, inner, owner, consumer)
 
 
 @contextmanager
@@ -108,13 +107,12 @@ def _read_heads(measured: Measured, inner: Measured, owner: str, consumer: str) 
         if not counters or not all(parts for parts, _ in splits.values()):
             continue
         segments = {name: parts for name, (parts, _) in splits.items() if {part for part, _ in parts} != {SHARED}}
-        layout = _lay_out(module, segments, columns, count, heads)
-        if layout is None:
-            continue
-        tensors, scaled, rows, buffers = layout
+        every = [segment for parts in segments.values() for segment in parts]
+        tensors, buffers = _find_tensors(module, every, {COLUMN: columns, ENTRY: heads})
         blocks = next((name for name, value in numbers.items() if value == groups and "groups" in name.split("_")), "")
-        if count != groups and not blocks:
+        if (ENTRY,) not in tensors.values() or (count != groups and not blocks):
             continue
+        scaled, rows = _find_numbers(module, every, tensors, columns, count, heads)
         norms, widths = dict[str, str](), list[str]()
         if _is_coupled(measured, {f"{owner}.{name}" for name in segments}, consumer, count):
             for part, eps, _ in _list_eps(module):
@@ -142,19 +140,6 @@ def _read_heads(measured: Measured, inner: Measured, owner: str, consumer: str) 
 
 def _place(owner: str, names: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{owner}.{name}": value for name, value in names.items()}
-
-
-def _lay_out(
-    module: nn.Module, segments: Mapping[str, Segments], columns: int, count: int, heads: int
-) -> tuple[Producers, list[str], dict[str, str], list[str]] | None:
-    """Return the parts of tensors beside linears, the attributes that are proportional to the number of units, those that count a
-    tensor's rows, and the buffers among the tensors; None where no tensor has an entry per head."""
-    every = [segment for parts in segments.values() for segment in parts]
-    tensors, buffers = _find_tensors(module, segments, {COLUMN: columns, ENTRY: heads})
-    if (ENTRY,) not in tensors.values():
-        return None
-    scaled, rows = _find_numbers(module, every, tensors, columns, count, heads)
-    return tensors, scaled, rows, buffers
 
 
 def _find_blocks(reached: Mapping[str, Tensor], columns: int) -> set[int]:
@@ -224,17 +209,16 @@ def _split_parts(owners: list[int], is_alone: list[bool], count: int, heads: int
 
 
 def _find_tensors(
-    module: nn.Module, segments: Mapping[str, Segments], sizes: Mapping[Part, int]
+    module: nn.Module, segments: Segments, sizes: Mapping[Part, int]
 ) -> tuple[dict[str, tuple[Part, ...]], list[str]]:
     """Return the parts of tensors with as many rows as heads, as columns, or as a run of segments, and the buffers among them."""
-    every = [segment for parts in segments.values() for segment in parts]
     linears, tensors, buffers = list_linears(module), dict[str, tuple[Part, ...]](), list[str]()
     runs: dict[int, tuple[Part, ...]] = {}
-    for start in range(len(every)):
-        for end in range(start + 2, len(every) + 1):
-            parts = tuple(part for part, _ in every[start:end])
+    for start in range(len(segments)):
+        for end in range(start + 2, len(segments) + 1):
+            parts = tuple(part for part, _ in segments[start:end])
             if COLUMN in parts:  # what a convolution reads
-                runs.setdefault(sum(rows for _, rows in every[start:end]), parts)
+                runs.setdefault(sum(rows for _, rows in segments[start:end]), parts)
     known = runs | {rows: (part,) for part, rows in sizes.items()}
     saved = module.state_dict()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -18,12 +18,10 @@ from struprune_plugin.model.layers import count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned, make_dense_config
 from struprune_plugin.model.surgery import grow_group, pick_first
-from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
+from struprune_plugin.model.unit_kind import ALIGNED, UnitGroup, UnitKind, list_kinds
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_written, load_whole, read_config
 from struprune_plugin.storage.files import check_room
-
-_ALIGNED = 8  # widths of experts are multiples of it: torch's kernels for packed experts need strides of 16 bytes
 
 
 class PerLayerOutput:
@@ -232,7 +230,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
         for group, wide in zip(groups, whole, strict=True):
             widths[wide] = max(widths.get(wide, 0), group.num_units)
         for wide in {wide for group, wide in zip(groups, whole, strict=True) if group.mixture}:
-            widths[wide] = min(-(-widths[wide] // _ALIGNED) * _ALIGNED, wide)
+            widths[wide] = min(-(-widths[wide] // ALIGNED) * ALIGNED, wide)
         _pad(model, groups, [widths[wide] for wide in whole])
     try:
         config = stock_config.find_stock_config(model, changes)
@@ -246,8 +244,7 @@ def _pad_layers(model: PreTrainedModel) -> None:
 
 def _grow_resized(model: PreTrainedModel) -> None:
     """Restore the dense sizes of modules that shrink by tensors of their own, with zeros; the function does not change."""
-    known = {unit.kind for layer in find_structure(model).kinds for unit in layer.units if unit.by_name}
-    for kind in [kind for kind in list_kinds() if kind.kind in known]:
+    for kind in stock_units.list_resized_kinds(model):
         whole = list_groups(stock_config.build_stock(model, {})[0], [kind])
         _pad(model, list_groups(model, [kind]), [group.num_units for group in whole])
 

@@ -7,6 +7,7 @@ Activations have them in the module's order (:meth:`UnitGroup.to_unit_order`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, cast
@@ -22,6 +23,8 @@ from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.settings.registry import Config, Registry
 
+ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
+
 
 class UnitKind(Config):
     """Kind of units: from the proof on a tiny layer to the word in a report. Its fields are its options in a recipe.
@@ -31,6 +34,7 @@ class UnitKind(Config):
     :cvar order: place in a layer: 0 mixers of tokens, 1 FFNs, 2 experts; modules beside experts come last
     :cvar parts: parts of producers whose rows belong to units; rows of other parts are never removed
     :cvar splits_blocks: whether a unit is a channel of a block, such as a head, else a whole block or a channel alone
+    :cvar aligned: why numbers of units are multiples of 8, or of 4 or 2 where 8 does not divide the dense one; empty for no reason
     :cvar of_mixture: whether its modules are those of a mixture, which is split into linears first
     :cvar short_form: recipe's field, and its value, that also ask for the kind; None where there is none
     :cvar by_default: whether recipes without ``units`` prune it wherever a model has it, unless attention stays whole
@@ -42,6 +46,7 @@ class UnitKind(Config):
     order: ClassVar[int] = 1
     parts: ClassVar[tuple[str, ...]]
     splits_blocks: ClassVar[bool] = False
+    aligned: ClassVar[str] = ""
     of_mixture: ClassVar[bool] = False
     short_form: ClassVar[tuple[str, Any] | None] = None
     by_default: ClassVar[bool] = False
@@ -176,6 +181,8 @@ class UnitKind(Config):
 
         :param width_multiple: the recipe's; None for ``auto``
         """
+        if self.aligned:
+            yield math.gcd(ALIGNED, group.num_units), self.aligned
         yield group.num_blocks, ""
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:

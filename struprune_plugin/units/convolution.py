@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,7 +13,6 @@ from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import UnitLayout
 from struprune_plugin.model.structure.locate import list_linears
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
-from struprune_plugin.units.ffn import ALIGNED
 from struprune_plugin.units.shrinking_modules import ShrinkingLayout, ShrinkingUnits
 
 
@@ -25,6 +23,7 @@ class ConvolutionChannels(ShrinkingUnits):
     label: ClassVar[str] = "convolution channels"
     pool: ClassVar[str] = "convolution"
     parts: ClassVar[tuple[str, ...]] = ("channel",)
+    aligned: ClassVar[str] = "kernels of convolutions: 16 bytes of bfloat16"
     kind: Literal["convolution"] = "convolution"
 
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
@@ -48,10 +47,6 @@ class ConvolutionChannels(ShrinkingUnits):
     def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
         width = find_linear(layer, unit.output).in_features
         return UnitGroup(self, unit, width, {"channel": 1})
-
-    def list_steps(self, group: UnitGroup, width_multiple: int | None) -> Iterator[tuple[int, str]]:
-        yield math.gcd(ALIGNED, group.num_units), "kernels of convolutions: 16 bytes of bfloat16"
-        yield from super().list_steps(group, width_multiple)
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         for name in {name.rpartition(".")[0] for name in group.tensors}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
@@ -18,7 +17,7 @@ from struprune_plugin.model.unit_kind import UNIT_KINDS, ListEntries, UnitGroup
 from struprune_plugin.units.entire_experts import count_experts, find_entire_experts
 from struprune_plugin.units.expert_reading import ExpertsLayout, find_experts
 from struprune_plugin.units.expert_streams import visit_experts
-from struprune_plugin.units.ffn import ALIGNED, FFNChannels, describe_channels
+from struprune_plugin.units.ffn import FFNChannels, describe_channels
 
 
 @UNIT_KINDS.register
@@ -35,6 +34,7 @@ class ExpertChannels(FFNChannels):
     label: ClassVar[str] = "expert channels"
     pool: ClassVar[str] = "experts"
     order: ClassVar[int] = 2
+    aligned: ClassVar[str] = "grouped kernels: 16 bytes of bfloat16"
     of_mixture: ClassVar[bool] = True
     short_form: ClassVar[tuple[str, Any] | None] = ("prune_experts", True)
     kind: Literal["experts"] = "experts"  # type: ignore[assignment]
@@ -105,7 +105,3 @@ class ExpertChannels(FFNChannels):
     def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         return (getattr(config, "num_experts_per_tok", None) or 1) * (3 * width + 2 * config.hidden_size)
-
-    def list_steps(self, group: UnitGroup, width_multiple: int | None) -> Iterator[tuple[int, str]]:
-        yield math.gcd(ALIGNED, group.num_units), "grouped kernels: 16 bytes of bfloat16"
-        yield from super().list_steps(group, width_multiple)

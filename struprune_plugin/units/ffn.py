@@ -14,9 +14,8 @@ from transformers.activations import ACT2FN
 from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
-from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup, UnitKind
+from struprune_plugin.model.unit_kind import ALIGNED, UNIT_KINDS, UnitGroup, UnitKind
 
-ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need rows that are multiples of it
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2", "tanh", "sigmoid")
 _WIDTH_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "hidden_dim")  # of one FFN per layer
 _FINE = 64  # steps of that size that a width must have for ``auto`` to round it

@@ -199,7 +199,13 @@ def convert_folder(source: Path, form: str, output: Path, trust_remote_code: boo
 
 
 def _are_layers_alike(model: PreTrainedModel) -> bool:
-    return stock_config.are_layers_alike(model) and stock_units.are_units_alike(model)
+    """Return whether all layers of a model have sizes that one configuration of its stock class can state."""
+    if not is_pruned(type(model)):
+        return True
+    try:
+        return stock_config.are_layers_alike(model) and not stock_units.read_unit_changes(model)
+    except ValueError:
+        return False
 
 
 def _pad(model: PreTrainedModel, groups: Sequence[UnitGroup], wanted: Sequence[int]) -> None:

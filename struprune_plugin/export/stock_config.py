@@ -20,7 +20,7 @@ from struprune_plugin.export.any_class import (
 from struprune_plugin.model.experts import list_packed_shapes
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import LayerSizes, find_layouts, measure_layer
-from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config
+from struprune_plugin.model.structure.locate import find_stock, make_dense_config
 from struprune_plugin.model.unit_kind import UnitGroup, UnitKind, list_kinds
 
 _PLAIN = {"block_auto_adjust_ff_dim": False}  # LFM 2 derives the width from another number by default
@@ -32,9 +32,7 @@ def list_sizes(model: PreTrainedModel) -> list[LayerSizes]:
 
 
 def are_layers_alike(model: PreTrainedModel) -> bool:
-    """Return whether a model's layers are those of its stock class, or all have the same sizes, values as wide as keys."""
-    if not is_pruned(type(model)):
-        return True
+    """Return whether a pruned model's layers all have the same sizes, values as wide as keys."""
     sizes = list_sizes(model)
     widths = {size.width for size in sizes if size.width}
     heads = {replace(size, width=0) for size in sizes if size.num_heads}

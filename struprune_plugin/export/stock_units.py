@@ -14,7 +14,7 @@ from struprune_plugin.export.any_class import build_dense
 from struprune_plugin.export.stock_config import build_stock
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.structure.finder import find_structure
-from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config, read_numbers
+from struprune_plugin.model.structure.locate import find_stock, make_dense_config, read_numbers
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import prove_once
 from struprune_plugin.model.surgery import pick_first, slice_group
@@ -61,14 +61,6 @@ def read_unit_changes(model: PreTrainedModel) -> dict[str, int]:
             raise ValueError(f"layers have different numbers of {kind.kind}: {', '.join(map(str, sorted(numbers)))}")
         changes |= change_units(model, kind, numbers.pop())
     return changes
-
-
-def are_units_alike(model: PreTrainedModel) -> bool:
-    """Return whether a model's resized units are all those of its stock class and configuration."""
-    try:
-        return not is_pruned(type(model)) or not read_unit_changes(model)
-    except ValueError:
-        return False
 
 
 def change_units(model: PreTrainedModel, kind: UnitKind, num_keep: int) -> dict[str, int]:

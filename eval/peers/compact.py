@@ -8,10 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from eval.groups import find_groups
+from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
-from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import keep_last
@@ -36,10 +35,8 @@ def prune_compact(
     model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
     groups = find_groups(model, "none")
-    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     num_prunable = count_prunable_parameters(model)
-    share = find_group_sparsity(sizes, num_prunable, sparsity)
-    kept = dict(zip([g.name for g in groups], round_kept_counts(sizes, [share] * len(sizes)), strict=True))
+    kept = keep_evenly(groups, num_prunable, sparsity)
     counts = torch.ones_like(windows) if common is None else torch.isin(windows, torch.tensor(sorted(common)))
     masks = [batch.reshape(-1).double() for batch in counts.split(batch_size)]
     calls = record_calls(model, windows, batch_size)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from eval.groups import find_groups
+from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
-from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.calls import LayerCall
 from struprune_plugin.layerwise.capture import ConsumerBatch, record
@@ -47,10 +46,8 @@ def prune_fasp(
     model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
     groups = find_groups(model, "value_channels")
-    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
     num_prunable = count_prunable_parameters(model)
-    share = find_group_sparsity(sizes, num_prunable, sparsity)
-    kept = dict(zip([g.name for g in groups], round_kept_counts(sizes, [share] * len(sizes)), strict=True))
+    kept = keep_evenly(groups, num_prunable, sparsity)
     calls = record_calls(model, windows, batch_size)
     hidden = [call.hidden for call in calls]
     for name, layer in find_decoder_layers(model):

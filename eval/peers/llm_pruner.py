@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eval.groups import find_groups
+from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
-from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.linalg.elimination import keep_last
 from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers, find_linear
@@ -49,13 +48,11 @@ def prune_llm_pruner(
     layers = dict(find_decoder_layers(model))
     groups = [group for group in find_groups(model, "head") if first <= group.layer_index < len(layers) - last]
     dense = count_prunable_parameters(model)
-    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
-    share = find_group_sparsity(sizes, dense, sparsity)
-    kept = round_kept_counts(sizes, [share] * len(sizes))
+    kept = keep_evenly(groups, dense, sparsity)
     _accumulate_gradients(model, groups, windows[:num_samples, :length])
-    for group, num_keep in zip(groups, kept, strict=True):
+    for group in groups:
         layer = layers[group.layer_name]
-        keep = keep_last(score_units(layer, group).argsort(stable=True), group.num_units, num_keep)
+        keep = keep_last(score_units(layer, group).argsort(stable=True), group.num_units, kept[group.name])
         slice_group(layer, group, keep)
     model.zero_grad()
     removed = 1 - count_prunable_parameters(model) / dense

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from eval.groups import find_groups
+from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
 from eval.peers.calibration import ROOM, record_calls, run_again
-from struprune_plugin.allocation.rounding import GroupSize, find_group_sparsity, round_kept_counts
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.dense_reference import TARGETS
 from struprune_plugin.layerwise.statistics import LayerStatistics
@@ -82,12 +81,10 @@ def plan_counts(groups: list[UnitGroup], num_prunable: int, sparsity: float) -> 
     :param num_prunable: parameters of all linears of the decoder layers
     :raises ValueError: so much cannot go
     """
-    sizes = [GroupSize(g.name, g.unit.pool, g.num_units, g.unit_cost, 1) for g in groups]
-    kept = {s.name: max(round(s.num_units * (1 - sparsity)), 1) for s in sizes if s.pool == "attention"}
-    removed = sum((s.num_units - kept[s.name]) * s.unit_cost for s in sizes if s.pool == "attention")
-    ffn = [size for size in sizes if size.pool == "ffn"]
-    share = find_group_sparsity(ffn, num_prunable, max(sparsity - removed / num_prunable, 0.0))
-    return kept | dict(zip((size.name for size in ffn), round_kept_counts(ffn, [share] * len(ffn)), strict=True))
+    attention, ffn = ([group for group in groups if group.unit.pool == pool] for pool in ("attention", "ffn"))
+    kept = {group.name: max(round(group.num_units * (1 - sparsity)), 1) for group in attention}
+    removed = sum((group.num_units - kept[group.name]) * group.unit_cost for group in attention)
+    return kept | keep_evenly(ffn, num_prunable, max(sparsity - removed / num_prunable, 0.0))
 
 
 def _prune_group(layer: nn.Module, group: UnitGroup, moments: SecondMoments, num_keep: int) -> int:

@@ -145,7 +145,8 @@ def _describe_layer(
 ) -> tuple[dict[str, modeling.LinearLayout], dict[str, int | float], dict[str, list[int]]]:
     """Return a layer's linears, numbers that modules store, and shapes of other tensors that differ from the dense layer's."""
     linears, counts, known = dict[str, Any](), dict[str, int | float](), dict[str, Any](dense.named_modules())
-    resized = {name for unit in units for name in unit.list_resized()}
+    # modules whose numbers change with that of units beside the linears'
+    resized = {name.rpartition(".")[0] for unit in units if unit.tensors for name in (*unit.tensors, unit.output)}
     for name, module in layer.named_modules():
         old = known.get(name)
         if old is None:  # an expert split by llm-compressor

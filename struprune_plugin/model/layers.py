@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import QuantizationMetadata
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.layout import LayerLayout
+from struprune_plugin.model.structure.locate import find_linear as find_linear
 from struprune_plugin.model.structure.locate import locate_layers
 from struprune_plugin.model.unit_kind import UNIT_KINDS
 
@@ -34,11 +34,6 @@ def find_layouts(model: nn.Module) -> list[tuple[nn.Module, LayerLayout]]:
     return [(layer, structure[index]) for index, (_, layer) in enumerate(named)]
 
 
-def find_linear(layer: nn.Module, name: str) -> nn.Linear:
-    """Return a linear of a decoder layer by its name within the layer."""
-    return cast(nn.Linear, layer.get_submodule(name))
-
-
 def read_hidden_size(model: PreTrainedModel) -> int:
     """Return the width of the residual stream: the configuration's or, if a custom one has another name for it, the embeddings'."""
     config = model.config.get_text_config(decoder=True)
@@ -54,7 +49,8 @@ def count_prunable_parameters(model: nn.Module, mixtures: bool = False, named: C
     modules: list[nn.Module] = []
     for layer, layout in find_layouts(model):
         modules += [layer.get_submodule(name) for name in layout.list_linears(named)]
-        modules += [part for unit in layout.units if mixtures and unit.of_mixture for part in unit.list_modules(layer)]
+        lists = [layer.get_submodule(unit.output) for unit in layout.units if mixtures and unit.of_mixture]
+        modules += [module for members in lists for module in members.modules()]
     with disable_onloading():
         named_parameters = [pair for module in modules for pair in module.named_parameters(recurse=False)]
     return sum(parameter.numel() for name, parameter in named_parameters if name not in QUANTISER_PARAMETERS)
@@ -105,12 +101,6 @@ def measure_layer(layout: LayerLayout, layer: nn.Module) -> LayerSizes:
     for unit in reversed(layout.units):
         sizes |= UNIT_KINDS.parse(unit.kind).read_sizes(unit, layer)
     return LayerSizes(**sizes)
-
-
-def sum_outputs(names: Iterable[str], layer: nn.Module) -> int:
-    """Return the total number of output features of a layer's linears among ``names``."""
-    modules = dict(layer.named_modules())
-    return sum(linear.out_features for name in names if isinstance(linear := modules.get(name), nn.Linear))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import Join, LayerLayout, Producers, UnitLayout
-from struprune_plugin.model.structure.locate import read_padding
+from struprune_plugin.model.structure.locate import find_linear, read_padding
 from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.structure.trial_removal import find_flaw
 from struprune_plugin.settings.registry import Config, Registry
@@ -131,7 +131,7 @@ class UnitKind(Config):
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         """Return what can be removed from a module, as ``plan`` says it."""
-        return f"{unit.output}: {_find(layer, unit.output).in_features:,} {self.label}"
+        return f"{unit.output}: {find_linear(layer, unit.output).in_features:,} {self.label}"
 
     def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
         """Return a module's present sizes by the fields of :class:`~struprune_plugin.model.layers.LayerSizes`."""
@@ -150,8 +150,8 @@ class UnitKind(Config):
 
         :param config: of the text decoder, as this layer reads it
         """
-        rows = sum(_find(layer, name).out_features for name in unit.producers)
-        return rows + _find(layer, unit.output).in_features
+        rows = sum(find_linear(layer, name).out_features for name in unit.producers)
+        return rows + find_linear(layer, unit.output).in_features
 
     def describe(self, group: UnitGroup) -> str:
         """Return the words for a group's units, as tables show them; the label alone, or followed by `` × …``."""
@@ -169,7 +169,7 @@ class UnitKind(Config):
 
     def list_weights(self, layer: nn.Module, group: UnitGroup) -> list[Tensor]:
         """Return the weights of a group's dense module part by part, for methods that weigh a module by them: its linears."""
-        return [_find(layer, name).weight.detach() for name in (*group.producers, group.consumer)]
+        return [find_linear(layer, name).weight.detach() for name in (*group.producers, group.consumer)]
 
     def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
         """Return the padding, by linear, with which stock code sees a group's dense units, none of which is removed yet; empty
@@ -192,10 +192,6 @@ class UnitKind(Config):
                 for part, segment in zip(parts, form["segments"], strict=False):
                     if part in self.parts:
                         segment[1] = segment[1] * num_keep // group.num_units
-
-
-def _find(layer: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, layer.get_submodule(name))
 
 
 UNIT_KINDS: Registry[UnitKind] = Registry(UnitKind, "kind")  # in the order in which they read a layer

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.model.layers import find_linear, sum_outputs
+from struprune_plugin.model.layers import find_linear
 from struprune_plugin.model.structure.couplings import Coupling, Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.structure.locate import read_padding, scale_counts
@@ -53,7 +53,7 @@ class AttentionUnits(UnitKind):
         return unit.module
 
     def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
-        return 3 * sum_outputs(unit.producers, layer)
+        return 3 * sum(find_linear(layer, name).out_features for name in unit.producers)
 
     def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
         assert isinstance(unit, AttentionLayout)

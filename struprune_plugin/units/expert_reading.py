@@ -35,9 +35,6 @@ class ExpertsLayout(UnitLayout):
     of_mixture: ClassVar[bool] = True
     expert: FFNLayout
 
-    def list_modules(self, layer: nn.Module) -> list[nn.Module]:
-        return [*layer.get_submodule(self.output).modules()]
-
     def place(self, index: int) -> FFNLayout:
         """Return the layout of one expert with names relative to the decoder layer."""
         prefix, expert = f"{self.output}.{index}.", self.expert

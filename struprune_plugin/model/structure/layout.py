@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
-from torch import nn
-
 Part = str  # of rows that units are made of, by the kind of units
 Producers = Mapping[str, tuple[Part, ...]]  # linears, each with the parts of its rows in order
 L = TypeVar("L", bound="UnitLayout")
@@ -41,7 +39,7 @@ class UnitLayout:
 
     :param kind: name of the kind of units that read it
     :param producers: linears whose rows belong to units
-    :param output: the linear that reads the units
+    :param output: the linear that reads the units; of a mixture, the list of its modules
     :param tensors: other parameters with entries that belong to units along their first dimension, as ``producers``
     :cvar of_mixture: whether these are units of a mixture's modules, which are linears once llm-compressor has split them
     :cvar by_name: whether the module's linears count as prunable only where a recipe names the kind
@@ -63,15 +61,6 @@ class UnitLayout:
     def list_linears(self) -> list[str]:
         """Return the names of the module's linears, including those that lose nothing."""
         return [*self.producers, self.output]
-
-    def list_resized(self) -> list[str]:
-        """Return the names of the modules whose own numbers change with that of units beside the linears'."""
-        names = (name for name in (*self.tensors, self.output) if self.tensors)
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-
-    def list_modules(self, layer: nn.Module) -> list[nn.Module]:
-        """Return the modules of a layer whose own parameters count as prunable."""
-        return [layer.get_submodule(name) for name in self.list_linears()]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from compressed_tensors.offload import disable_onloading
 from torch import nn
@@ -53,6 +53,11 @@ def _list_stacks(module: nn.Module) -> list[nn.ModuleList]:
         return [module]
     parts = [part for part in module.children() if "text" in getattr(part, "input_modalities", "text")]
     return [stack for part in parts for stack in _list_stacks(part)]
+
+
+def find_linear(layer: nn.Module, name: str) -> nn.Linear:
+    """Return a linear of a decoder layer by its name within the layer."""
+    return cast(nn.Linear, layer.get_submodule(name))
 
 
 def list_linears(layer: nn.Module) -> dict[str, nn.Module]:

@@ -140,7 +140,7 @@ class Case:
             self.auto is AutoModelForCausalLM and type(find_class(self.config)[1]) not in self.auto._model_mapping
         )
         kind = AutoModelForImageTextToText._model_mapping[type(self.config)] if is_wrapped else None
-        model = build_tiny(self.config, kind=kind)
+        model = build_tiny(self.config, model_class=kind)
         model.save_pretrained(self.dense)
         AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(self.dense)
         return self.load(self.dense) if is_wrapped else model
@@ -279,7 +279,7 @@ def generate(case: Case) -> str:
 
 def prune_named(case: Case) -> str:
     """Remove units of the kinds that a recipe has to name, and no others; check as above."""
-    found = {unit.kind for layer in find_structure(case.tiny).kinds for unit in layer.units if unit.by_name}
+    found = {unit.kind for unit in find_structure(case.tiny).list_units() if unit.by_name}
     if not found:
         return "none"
     kinds = [kind for kind in list_kinds() if kind.kind in found]

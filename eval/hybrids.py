@@ -48,7 +48,7 @@ def count_state(model: PreTrainedModel) -> int:
 def list_rows(model: str) -> dict[str, tuple[Row, float]]:
     """Return the rows for a model, each with its sparsity."""
     loaded, _ = load_checkpoint(model)
-    units = [unit for layer in find_structure(loaded).kinds for unit in layer.units]
+    units = find_structure(loaded).list_units()
     mixers = dict.fromkeys(unit.kind for unit in units if unit.by_name)
     others = dict.fromkeys(unit.kind for unit in units if not unit.by_name)
     if not mixers:

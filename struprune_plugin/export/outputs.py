@@ -260,6 +260,6 @@ def _list_ffns(model: PreTrainedModel) -> list[UnitGroup]:
     structure = find_structure(model)
     if structure.has_mixtures:
         linearize_experts(model)
-    known = {unit.kind for layer in structure.kinds for unit in layer.units}
+    known = {unit.kind for unit in structure.list_units()}
     kinds = [kind for kind in list_kinds() if not kind.is_mixer and kind.kind in known]
     return list_groups(model, kinds) if kinds else []

@@ -46,7 +46,7 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
         text.output_router_logits = False  # for a loss in training; layers that run alone give none
 
     def run() -> None:
-        tiny = build_tiny(config, kind=model_class)
+        tiny = build_tiny(config, model_class=model_class)
         replace_conv1d(tiny)
         tokens = draw_tokens(tiny.config, 2, sum(_PIECES), seed=3)
         try:

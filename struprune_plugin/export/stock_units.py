@@ -25,7 +25,7 @@ Sizes = dict[str, tuple[float, ...]]  # shapes of tensors and numbers of modules
 
 def list_resized_kinds(model: PreTrainedModel) -> list[UnitKind]:
     """Return the kinds of a model's units whose modules shrink by tensors and numbers of their own."""
-    present = {unit.kind for layout in find_structure(model).kinds for unit in layout.units if unit.by_name}
+    present = {unit.kind for unit in find_structure(model).list_units() if unit.by_name}
     return [kind for kind in list_kinds() if kind.kind in present]
 
 

@@ -206,8 +206,7 @@ class StructuredModifier(StageModifier):
 
     def add_units(self, model: PreTrainedModel) -> Self:
         """Return the recipe with the kinds of units that a model has and that recipes without ``units`` prune, too."""
-        recipe, layouts = self.model_copy(), find_structure(model).kinds
-        present = {unit.kind for layout in layouts for unit in layout.units}
+        recipe, present = self.model_copy(), {unit.kind for unit in find_structure(model).list_units()}
         recipe._added = [kind for kind in list_kinds() if kind.by_default and kind.kind in present]
         return recipe
 

@@ -260,8 +260,7 @@ def _check_model(model: PreTrainedModel, what: str, asked: Sequence[UnitKind]) -
     :raises ValueError: an FFN to prune is neither ReLU nor SiLU-gated; several processes
     """
     check_one_process(what, "Its variables are per token. Set `weight_update: least_squares` and `importance: obs`.")
-    kinds = find_structure(model).kinds
-    units = [unit for kind in kinds for unit in kind.units if not unit.of_mixture]
+    units = [unit for unit in find_structure(model).list_units() if not unit.of_mixture]
     mixers = [unit for unit in units if UNIT_KINDS[unit.kind].order == 0]
     for unit in units:
         is_asked = unit not in mixers and unit.kind in {kind.kind for kind in asked}

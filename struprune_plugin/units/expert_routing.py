@@ -78,21 +78,21 @@ def find_routing(model: nn.Module) -> Routing:
 
     :raises ValueError: an instance from which experts were removed differs from one built with fewer, or none can be built
     """
-    kind, config = tiny.find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
+    model_class, config = tiny.find_class(make_dense_config(model.config), find_stock(type(model)))  # type: ignore[arg-type]
     try:
-        return tiny.prove_once("routing", kind, config, lambda: _measure(kind, shrink_config(config)))
+        return tiny.prove_once("routing", model_class, config, lambda: _measure(model_class, shrink_config(config)))
     except Exception as error:  # any error of a class that relies on its number of experts
         raise ValueError(f"{config.model_type}: {type(error).__name__}: {error}") from None
 
 
 @torch.no_grad()
-def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
+def _measure(model_class: Any, small: PreTrainedConfig) -> Routing:
     """Find the key that sets the number of experts, and prove what goes with them."""
     text = vars(small.get_text_config(decoder=True))
     problem = "no key of the configuration gives the number of experts"
     for key in [name for name, value in text.items() if type(value) is int and "expert" in name]:
         try:
-            wide, narrow = (_build(kind, small, key, number) for number in (_WIDE, len(_KEEP)))
+            wide, narrow = (_build(model_class, small, key, number) for number in (_WIDE, len(_KEEP)))
         except Exception as error:  # the key may hold another size
             problem = f"{key}: {error}"
             continue
@@ -104,10 +104,10 @@ def _measure(kind: Any, small: PreTrainedConfig) -> Routing:
     raise ValueError(problem)
 
 
-def _build(kind: Any, small: PreTrainedConfig, key: str, number: int) -> Any:
+def _build(model_class: Any, small: PreTrainedConfig, key: str, number: int) -> Any:
     changed = copy.deepcopy(small)
     setattr(changed.get_text_config(decoder=True), key, number)
-    return tiny.build_instance(kind, changed)
+    return tiny.build_instance(model_class, changed)
 
 
 def _list_entries(wide: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:

@@ -163,7 +163,7 @@ def make_tokens(config, count=8):
 def test_a_wrapper_keeps_what_is_not_its_decoder(tmp_path):
     dense, out = tmp_path / "dense", tmp_path / "out"
     kind = AutoModelForImageTextToText._model_mapping[CONFIG_MAPPING["gemma3"]]
-    model = build_tiny(make_config("gemma3", 2), kind=kind)
+    model = build_tiny(make_config("gemma3", 2), model_class=kind)
     model.save_pretrained(dense)
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(dense)
     (dense / "preprocessor_config.json").write_text('{"image_processor_type":  "Own"}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,30 +31,29 @@ def find_structure(model: nn.Module) -> Structure:
     return find_structure_of(config, find_stock(type(model)))
 
 
-def find_structure_of(config: PreTrainedConfig, kind: Any = None) -> Structure:
+def find_structure_of(config: PreTrainedConfig, model_class: Any = None) -> Structure:
     """Return the removable structure of models of a configuration; measured once per class and configuration.
 
-    :param kind: class of the model; the one that transformers' auto classes choose where None
+    :param model_class: the model's; the one that transformers' auto classes choose where None
     :raises ValueError: no instance can be built and run, or nothing in it can be removed
     """
     config = make_dense_config(config)
     try:
-        kind, config = find_class(config, kind)
+        model_class, config = find_class(config, model_class)
         count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
         if not 0 < count <= _MAX_LAYERS:
             raise ValueError(f"num_hidden_layers must be in [1, {_MAX_LAYERS}], got {count}")
-        structure = prove_once(
-            f"structure {[*UNIT_KINDS]}", kind, config, lambda: _measure_structure(build_tiny(config, kind=kind))
-        )
+        build = partial(build_tiny, config, model_class=model_class)
+        what = f"structure {[*UNIT_KINDS]}"
+        structure = prove_once(what, model_class, config, lambda: _measure_structure(build()))
     except Exception as error:  # any error of a class that is no decoder, or of a broken configuration
         raise ValueError(
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "
             f"{type(error).__name__}: {error}. Choose another model, or correct its configuration."
         ) from None
-    if not any(kind.units for kind in structure.kinds):
-        left = dict.fromkeys(
-            f"{name} ({reason})" for kind in structure.kinds for name, reason in kind.unprunable.items()
-        )
+    if not structure.list_units():
+        reasons = [pair for layout in structure.layouts for pair in layout.unprunable.items()]
+        left = dict.fromkeys(f"{name} ({reason})" for name, reason in reasons)
         raise ValueError(
             f"model: {config.model_type!r} must have layers with attention or an FFN that can be cut, got none: "
             f"{', '.join(left) or 'no linear reads the output of another linear of its layer'}. Choose another model."
@@ -69,19 +69,19 @@ def _measure_structure(model: Any) -> Structure:
     tokens = draw_tokens(model.config, 1, _TOKENS)
     run = TinyRun(model, tokens)
     calls = _record_calls(model, path, tokens.expand(COPIES, -1))
-    kinds: dict[str, list[int]] = {}
+    types: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(_describe_kind(layer), []).append(index)
+        types.setdefault(_describe_type(layer), []).append(index)
 
     counts = Counter(identity for layer in layers for identity in {id(p) for p in layer.parameters()})
     shared = {identity for identity, count in counts.items() if count > 1}
-    measured = [measure([layers[i] for i in places], calls[places[0]], _TOKENS) for places in kinds.values()]
+    measured = [measure([layers[i] for i in places], calls[places[0]], _TOKENS) for places in types.values()]
     layouts = [_find_units(each, shared, run) for each in measured]
-    kind_of = {index: kind for kind, places in enumerate(kinds.values()) for index in places}
-    for unit_kind in list_kinds():
-        layouts = unit_kind.extend(model, measured, layouts, _TOKENS, run)
+    type_of = {index: place for place, indices in enumerate(types.values()) for index in indices}
+    for kind in list_kinds():
+        layouts = kind.extend(model, measured, layouts, _TOKENS, run)
     num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
-    return Structure(path, tuple(layouts), tuple(kind_of[index] for index in range(len(layers))), num_parts)
+    return Structure(path, tuple(layouts), tuple(type_of[index] for index in range(len(layers))), num_parts)
 
 
 def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
@@ -99,7 +99,7 @@ def _record_calls(model: Any, path: str, tokens: Tensor) -> list[Call]:
 
 
 def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayout:
-    """Return the proved units of a kind of layer, with their joins; ``shared`` are ids of parameters that several layers share."""
+    """Return the proved units of a type of layer, with their joins; ``shared`` are ids of parameters that several layers share."""
     layout = read_units(measured)
     chained = {name for module in layout.units for name in module.producers}
     proved, left = list[UnitLayout](), dict(layout.unprunable)
@@ -121,8 +121,8 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
     return LayerLayout([replace(module, join=joins[module.output]) for module in proved], left)
 
 
-def _describe_kind(layer: nn.Module) -> str:
-    """Return a description that distinguishes kinds of layers: classes, shapes and plain attributes of modules, but positions."""
+def _describe_type(layer: nn.Module) -> str:
+    """Return a description that distinguishes types of layers: classes, shapes and plain attributes of modules, but positions."""
     facts, plain = list[Any](), (int, str, bool, type(None))
     for path, module in layer.named_modules():
         facts += path, type(module).__name__, [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]

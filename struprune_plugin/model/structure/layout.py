@@ -65,7 +65,7 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Units of one kind of decoder layer.
+    """Units of one type of decoder layer.
 
     :param units: of every module that can lose units, by the order of their kinds
     :param unprunable: linears of the layer that are not pruned, each with the reason
@@ -92,21 +92,25 @@ class Structure:
     """Removable structure of a model.
 
     :param layers: name of the list of decoder layers
-    :param kinds: layouts of the kinds of layers
-    :param kind_of: the kind of each layer, an index into ``kinds``
+    :param layouts: layouts of the types of layers
+    :param type_of: the type of each layer, an index into ``layouts``
     :param num_parts: number of parts of a layer's output; 0 where it is a tensor
     """
 
     layers: str
-    kinds: Sequence[LayerLayout]
-    kind_of: Sequence[int]
+    layouts: Sequence[LayerLayout]
+    type_of: Sequence[int]
     num_parts: int
 
     @property
     def has_mixtures(self) -> bool:
         """True if units of a mixture can be removed, for which it is split first."""
-        return any(unit.of_mixture for kind in self.kinds for unit in kind.units)
+        return any(unit.of_mixture for unit in self.list_units())
+
+    def list_units(self) -> list[UnitLayout]:
+        """Return the modules that can lose units, of all types of layers."""
+        return [unit for layout in self.layouts for unit in layout.units]
 
     def __getitem__(self, index: int) -> LayerLayout:
         """Return the layout of the layer at a position."""
-        return self.kinds[self.kind_of[index]]
+        return self.layouts[self.type_of[index]]

@@ -15,14 +15,14 @@ HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes of attention mo
 PADDING = "struprune_padding"  # attribute of a module: the padding of its narrow linears, by name
 
 
-def is_pruned(kind: type) -> bool:
+def is_pruned(derived: type) -> bool:
     """Return whether a class of models or configurations is a pruned one."""
-    return kind.__name__.startswith(PREFIX)
+    return derived.__name__.startswith(PREFIX)
 
 
-def find_stock(kind: type) -> Any:
+def find_stock(derived: type) -> Any:
     """Return the dense class of a class, pruned or not."""
-    return next(base for base in kind.__mro__ if not is_pruned(base))
+    return next(base for base in derived.__mro__ if not is_pruned(base))
 
 
 def make_dense_config(config: PreTrainedConfig) -> Any:

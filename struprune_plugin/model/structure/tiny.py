@@ -20,7 +20,7 @@ _LABELS = "_name_or_path architectures auto_map disable_custom_kernels dtype tra
 _PROVED: dict[str, Any] = {}
 
 
-def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callable[[], Any]) -> Any:
+def prove_once(what: object, model_class: type, config: PreTrainedConfig, prove: Callable[[], Any]) -> Any:
     """Return what a proof on tiny instances returns; run once per proof (``what``), class and configuration in a process."""
 
     def drop_labels(values: Any) -> Any:
@@ -29,7 +29,7 @@ def prove_once(what: object, kind: type, config: PreTrainedConfig, prove: Callab
         return {name: drop_labels(value) for name, value in values.items() if name not in _LABELS.split()}
 
     facts = json.dumps(drop_labels(shrink_config(config).to_dict()), sort_keys=True, default=str)
-    key = f"{what} {kind.__module__}.{kind.__name__} {facts}"
+    key = f"{what} {model_class.__module__}.{model_class.__name__} {facts}"
     if key not in _PROVED:
         _PROVED[key] = prove()
     return _PROVED[key]
@@ -81,44 +81,49 @@ def find_auto_class(config: PreTrainedConfig) -> Any:
     autos = AutoModelForCausalLM, AutoModelForImageTextToText
     known = [auto for auto in autos if type(config) in auto._model_mapping]
     names = config.architectures or []
-    named = [auto for auto in known if any(kind.__name__ in names for kind in _list_classes(auto, config))]
+    named = [auto for auto in known if any(each.__name__ in names for each in _list_classes(auto, config))]
     return (named or known or [AutoModelForCausalLM])[0]
 
 
 def _list_classes(auto: Any, config: PreTrainedConfig) -> list[Any]:
-    kinds = auto._model_mapping[type(config)]
-    return list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]
+    classes = auto._model_mapping[type(config)]
+    return list(classes) if isinstance(classes, (list, tuple)) else [classes]
 
 
-def find_class(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> tuple[Any, PreTrainedConfig]:
+def find_class(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> tuple[Any, PreTrainedConfig]:
     """Return the class that :func:`find_auto_class` instantiates from a configuration, and the configuration (part) it takes.
 
-    :param kind: the class where it is known, for instance of custom code outside transformers
+    :param model_class: the class where it is known, for instance of custom code outside transformers
     :raises ValueError: no class is known
     """
-    if kind is None:
+    if model_class is None:
         auto = find_auto_class(config)
         if type(config) not in auto._model_mapping:
             raise ValueError(
                 f"config: the class must be known to AutoModelForCausalLM, got {type(config).__name__} of model type "
-                f"{config.model_type!r}. Pass the model's class as kind."
+                f"{config.model_type!r}. Pass the model's class as model_class."
             )
-        kinds = _list_classes(auto, config)
-        kind = next((one for one in kinds if one.__name__ in (config.architectures or [])), kinds[0])
+        classes = _list_classes(auto, config)
+        model_class = next((one for one in classes if one.__name__ in (config.architectures or [])), classes[0])
     text = config.sub_configs.get("text_config")
-    return kind, config.get_text_config() if text and getattr(kind, "config_class", None) is text else config
+    takes_part = text is not None and getattr(model_class, "config_class", None) is text
+    return model_class, config.get_text_config() if takes_part else config
 
 
-def build_tiny(config: PreTrainedConfig, seed: int = 0, kind: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+def build_tiny(
+    config: PreTrainedConfig, seed: int = 0, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """Build a random instance of a configuration's class with the sizes of :func:`shrink_config`, as :func:`find_class` finds it.
 
     Float32, on the CPU, in eval mode, with eager attention. Norms, biases, gates and the like vary around their initial
     values, so that nothing is zero or one by chance of initialisation. Torch's random state does not change.
     """
-    return build_instance(*find_class(shrink_config(config), kind), seed)
+    return build_instance(*find_class(shrink_config(config), model_class), seed)
 
 
-def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def build_instance(model_class: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Build an instance as :func:`build_tiny` does, from a configuration whose sizes are already small."""
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
@@ -126,7 +131,7 @@ def build_instance(kind: Any, small: PreTrainedConfig, seed: int = 0) -> PreTrai
         torch.manual_seed(seed)
         torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory becomes NaN
         try:
-            model = kind._from_config(small, **options)
+            model = model_class._from_config(small, **options)
         finally:
             torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
         _vary(model)
@@ -151,8 +156,8 @@ def _vary(model: Any) -> None:
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or 1
     scale = min((8 / depth) ** (1 / 3), 1.0)
     linears, embeddings = (
-        {id(module.weight) for module in model.modules() if isinstance(module, kind)}
-        for kind in (nn.Linear, nn.Embedding)
+        {id(module.weight) for module in model.modules() if isinstance(module, layer_class)}
+        for layer_class in (nn.Linear, nn.Embedding)
     )
     for parameter in model.parameters():
         if parameter.is_floating_point():

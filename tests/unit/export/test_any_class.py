@@ -47,7 +47,7 @@ def make_tiny(model_type: str):
         config.text_config.num_hidden_layers = 4
         if getattr(config.text_config, "layer_types", None):
             config.text_config.layer_types = config.text_config.layer_types[-4:]
-    model = build_tiny(config, kind=KINDS.get(model_type))
+    model = build_tiny(config, model_class=KINDS.get(model_type))
     any_class.replace_conv1d(model)
     return model
 

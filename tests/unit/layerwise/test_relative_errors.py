@@ -41,7 +41,7 @@ def test_norms_before_a_consumer_or_of_the_stream_are_none(model_type):
 
 def test_experts_and_a_shared_one_behind_one_norm_have_errors_relative_to_their_sum():
     structure = find_structure(build_tiny(make_config("afmoe", 4)))
-    mixtures = [kind for kind in structure.kinds if any(unit.of_mixture for unit in kind.units)]
+    mixtures = [layout for layout in structure.layouts if any(unit.of_mixture for unit in layout.units)]
     assert mixtures
     for kind in mixtures:
         assert {unit.join.norm for unit in kind.units if unit.kind in ("ffn", "experts")} == {"mlp"}

@@ -27,7 +27,9 @@ ALONE = {"attention_unit": "none", "prune_ffn": False}
 @pytest.mark.parametrize("model_type", ADDED)
 def test_a_shared_expert_joins_the_stream_with_the_others_where_it_is_added(model_type):
     layouts = [
-        kind for kind in find_structure(build_tiny(make_config(model_type, 4))).kinds if kind.list_units(ExpertsLayout)
+        each
+        for each in find_structure(build_tiny(make_config(model_type, 4))).layouts
+        if each.list_units(ExpertsLayout)
     ]
     assert layouts
     for layout in layouts:

@@ -180,7 +180,7 @@ def test_a_run_killed_after_one_layer_goes_on_to_the_same_bytes(pruned, tmp_path
 
 def test_groups_of_heads_keep_the_same_number():
     structure = find_structure(make_model("nemotron_h", **GROUPS))
-    (unit,) = (unit for kind in structure.kinds for unit in kind.units if unit.by_name)
+    (unit,) = (unit for unit in structure.list_units() if unit.by_name)
     group = list_groups(make_model("nemotron_h", **GROUPS), [UNIT_KINDS.parse("recurrent_heads")])[0]
     assert (group.num_units, group.num_blocks, group.columns_per_unit) == (8, 2, 8)
     assert unit.tensors["mixer.conv1d.weight"] == ("channel", "shared")

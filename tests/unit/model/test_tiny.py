@@ -108,7 +108,7 @@ def test_a_wrapper_gives_its_text_class_or_itself():
     assert find_class(CONFIG_MAPPING["qwen3_5"]())[0].__name__ == "Qwen3_5ForCausalLM"
     config = CONFIG_MAPPING["qwen3_5"]()
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    model = build_tiny(config, kind=kind)
+    model = build_tiny(config, model_class=kind)
     assert type(model) is kind
     assert model(TOKENS).logits.isfinite().all()
     assert model.config.vision_config.depth == 2

@@ -79,12 +79,11 @@ class UnitKind(Config):
         return find_flaw(unit, measured, torch.arange(measured.inputs[unit.output].shape[-1]) % 3 == 0, run), unit
 
     def extend(
-        self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
+        self, model: nn.Module, measured: Sequence[Measured], layouts: Sequence[LayerLayout], run: TinyRun
     ) -> list[LayerLayout]:
-        """Return the layouts of the kinds of layers with units that need more than one measurement of a layer.
+        """Return the layouts of the types of layers with units that need more than one measurement of a layer.
 
         :param model: tiny instance, which may be changed as long as its function does not
-        :param length: number of tokens on which the layers were measured
         """
         return [*layouts]
 

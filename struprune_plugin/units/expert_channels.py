@@ -54,9 +54,9 @@ class ExpertChannels(FFNChannels):
         return None  # experts are read once they are split
 
     def extend(
-        self, model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
+        self, model: nn.Module, measured: Sequence[Measured], layouts: Sequence[LayerLayout], run: TinyRun
     ) -> list[LayerLayout]:
-        return find_experts(model, kinds, layouts, length, run)
+        return find_experts(model, measured, layouts, run)
 
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
         for experts in layout.list_units(ExpertsLayout):

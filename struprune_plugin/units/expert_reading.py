@@ -43,9 +43,9 @@ class ExpertsLayout(UnitLayout):
 
 
 def find_experts(
-    model: nn.Module, kinds: Sequence[Measured], layouts: Sequence[LayerLayout], length: int, run: TinyRun
+    model: nn.Module, measured: Sequence[Measured], layouts: Sequence[LayerLayout], run: TinyRun
 ) -> list[LayerLayout]:
-    """Return the layouts of the kinds of layers, measured on ``length`` tokens, with their experts, which are split in place."""
+    """Return the layouts of the types of layers with their experts, which are split in place."""
     wanted = run()
     try:
         linearize_experts(model)
@@ -54,16 +54,16 @@ def find_experts(
         problem = f"llm-compressor cannot split the experts into linears ({type(error).__name__})"
         return [replace(layout, unprunable={**layout.unprunable, "experts": problem}) for layout in layouts]
     extended = []
-    for kind, layout in zip(kinds, layouts, strict=True):
-        for name, members in list(list_experts(kind.layer))[:1]:
+    for outer, layout in zip(measured, layouts, strict=True):
+        for name, members in list(list_experts(outer.layer))[:1]:
             try:
                 if difference:
                     raise ValueError(f"split into linears, the experts change the logits by {difference}")
-                experts = _find_units(kind, length, name, members, run)
+                experts = _find_units(outer, name, members, run)
                 units = list(layout.units)
                 for place, unit in enumerate(units):  # a shared expert is added to the sum of the others
                     is_open = isinstance(unit, FFNLayout) and not unit.join.is_direct
-                    if is_open and _find_join(kind, unit.output, length) == experts.join:
+                    if is_open and _find_join(outer, unit.output) == experts.join:
                         units[place] = replace(unit, join=experts.join)
                 layout = replace(layout, units=[*units, experts])
             except ValueError as error:
@@ -72,32 +72,32 @@ def find_experts(
     return extended
 
 
-def _find_units(kind: Measured, length: int, name: str, members: Any, run: TinyRun) -> ExpertsLayout:
-    """Return the layout of the experts of one kind of layer; ValueError where they have no removable channels."""
+def _find_units(outer: Measured, name: str, members: Any, run: TinyRun) -> ExpertsLayout:
+    """Return the layout of the experts of one type of layer; ValueError where they have no removable channels."""
     width: Any = next(iter(list_linears(members[0]).values())).in_features
     tokens = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(0))
     measured = measure([members[0]], Call((tokens.repeat(COPIES, 1),), {}), _TOKENS)
     ffns = read_units(measured).list_units(FFNLayout)
     if len(ffns) != 1:
         raise ValueError("an expert has no channels that can be removed alone")
-    join = _find_join(kind, name, length)
+    join = _find_join(outer, name)
     layout = ExpertsLayout(kind="experts", producers={}, output=name, join=join, expert=ffns[0])
     gone = torch.arange(measured.inputs[ffns[0].output].shape[-1]) % 3 == 0
     for index in range(members.num_experts):
         prefix = f"{name}.{index}."
         couplings = {(prefix + first, prefix + last): each for (first, last), each in measured.couplings.items()}
-        placed = replace(measured, layers=kind.layers, couplings=couplings)
+        placed = replace(measured, layers=outer.layers, couplings=couplings)
         if flaw := find_flaw(layout.place(index), placed, gone, run):
             raise ValueError(flaw)
     return layout
 
 
-def _find_join(kind: Measured, name: str, length: int) -> Join:
+def _find_join(outer: Measured, name: str) -> Join:
     """Return the join of a module's output, else the norm that rescales it, or the sum to which it belongs."""
-    return _find_direct_join(kind, name, length) or Join(norm=find_norm(kind, name))
+    return _find_direct_join(outer, name) or Join(norm=find_norm(outer, name))
 
 
-def _find_direct_join(kind: Measured, name: str, length: int) -> Join | None:
+def _find_direct_join(outer: Measured, name: str) -> Join | None:
     """Return the join of a module's output where noise added to it reaches the layer's output up to a factor, else None."""
     noise: list[Tensor] = []
 
@@ -105,16 +105,16 @@ def _find_direct_join(kind: Measured, name: str, length: int) -> Join | None:
         noise.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).mul_(output.std()))
         return output + noise[0]
 
-    before = kind.call.run(kind.layer)
-    with kind.layer.get_submodule(name).register_forward_hook(add):
-        change = kind.call.run(kind.layer) - before
+    before = outer.call.run(outer.layer)
+    with outer.layer.get_submodule(name).register_forward_hook(add):
+        change = outer.call.run(outer.layer) - before
     if noise[0].numel() != change.numel():
         return None
     added = noise[0].reshape(change.shape)
     scale = float((added * change).sum() / added.square().sum())
     if not scale or float((change - scale * added).norm()) >= _EXACT * float(change.norm()):
         return None
-    streams, returned = record_streams(kind, length)
+    streams, returned = record_streams(outer)
     block = name
     while block:  # the smallest block of which a stream plus its output times a factor is the layer's output
         if block in returned and (match := match_streams(streams, [returned[""]], returned[block])):

@@ -106,6 +106,11 @@ class Measured:
     def layer(self) -> nn.Module:
         return self.layers[0]
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of the sequence on which the layer was measured."""
+        return int(self.call.hidden.shape[:-1].numel()) // COPIES
+
     def list_reached(self, producers: Iterable[str], consumer: str) -> dict[str, Tensor]:
         """Return by producer whether a row reaches a column of the consumer, shape [rows, columns], bool."""
         return {name: self.couplings[name, consumer].reached for name in producers}

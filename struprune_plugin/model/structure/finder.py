@@ -79,7 +79,7 @@ def _measure_structure(model: Any) -> Structure:
     layouts = [_find_units(each, shared, run) for each in measured]
     type_of = {index: place for place, indices in enumerate(types.values()) for index in indices}
     for kind in list_kinds():
-        layouts = kind.extend(model, measured, layouts, _TOKENS, run)
+        layouts = kind.extend(model, measured, layouts, run)
     num_parts = 0 if isinstance(calls[0].output, Tensor) else len(calls[0].output)
     return Structure(path, tuple(layouts), tuple(type_of[index] for index in range(len(layers))), num_parts)
 

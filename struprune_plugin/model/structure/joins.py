@@ -23,7 +23,7 @@ def find_joins(measured: Measured, consumers: Sequence[str]) -> dict[str, Join]:
     times a factor, or plus the outputs of two consumers (named in the order of computation) times one factor.
     """
     outputs, joins = measured.outputs, dict[str, Join]()
-    streams, returned = record_streams(measured, len(next(iter(outputs.values()))))
+    streams, returned = record_streams(measured)
     for place, consumer in enumerate(consumers):
         for other in ("", *consumers[:place], *consumers[place + 1 :]):
             if other and outputs[other].shape != outputs[consumer].shape:
@@ -90,7 +90,7 @@ def match_streams(streams: Mapping[str, Tensor], later: Sequence[Tensor], added:
     return None
 
 
-def record_streams(measured: Measured, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def record_streams(measured: Measured) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the inputs and the outputs of a layer's submodules, each of the first call, by name, shape [tokens, d].
 
     The layer's own, of name "", come last, so that a submodule that reads the same tensor is found first. A tensor is empty where
@@ -98,7 +98,7 @@ def record_streams(measured: Measured, length: int) -> tuple[dict[str, Tensor], 
     """
 
     def take_first(seen: Tensor) -> Tensor:
-        return split_copies(seen, length)[0] if is_whole(seen, length) else seen.new_zeros(0)
+        return split_copies(seen, measured.length)[0] if is_whole(seen, measured.length) else seen.new_zeros(0)
 
     with watch(measured.layer, [name for name, _ in measured.layer.named_modules()]) as calls:
         measured.call.run(measured.layer)

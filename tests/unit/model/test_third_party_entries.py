@@ -29,7 +29,7 @@ class Pieces(ExpertChannels):
     kind: Literal["pieces"] = "pieces"
     short_form: ClassVar[None] = None
 
-    def extend(self, model, kinds, layouts, length, run):
+    def extend(self, model, measured, layouts, run):
         return [*layouts]  # the built-in kind has read them
 
     def find_entries(self, model, groups, others):

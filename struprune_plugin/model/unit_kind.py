@@ -29,6 +29,8 @@ ALIGNED = 8  # numbers of bfloat16 in 16 bytes: kernels of matrix units need row
 class UnitKind(Config):
     """Kind of units: from the proof on a tiny layer to the word in a report. Its fields are its options in a recipe.
 
+    ``unit`` is a module of one layer, as :meth:`read` or :meth:`extend` returned it.
+
     :cvar label: units in tables and reports, such as ``FFN channels``
     :cvar pool: groups of one pool are allocated together
     :cvar order: place in a layer: 0 mixers of tokens, 1 FFNs, 2 experts; modules beside experts come last
@@ -71,7 +73,7 @@ class UnitKind(Config):
         """Return the reasons, by their last linear, why modules that were read in one layer stay whole beside the others."""
         return {}
 
-    def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
+    def prove(self, unit: Any, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
         """Return why units cannot be removed, empty where they can, and the module with its proved properties.
 
         By default every third column goes, with the rows that reach no other.
@@ -128,11 +130,11 @@ class UnitKind(Config):
         """Return the chosen groups of this kind, of all layers, with those tied that must keep the same number of units."""
         return [*groups]
 
-    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
+    def describe_unit(self, unit: Any, layer: nn.Module) -> str:
         """Return what can be removed from a module, as ``plan`` says it."""
         return f"{unit.output}: {find_linear(layer, unit.output).in_features:,} {self.label}"
 
-    def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
+    def read_sizes(self, unit: Any, layer: nn.Module) -> dict[str, int]:
         """Return a module's present sizes by the fields of :class:`~struprune_plugin.model.layers.LayerSizes`."""
         return {}
 
@@ -140,11 +142,11 @@ class UnitKind(Config):
         """Return those fields by the keys of configurations that may state them."""
         return {}
 
-    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+    def release(self, unit: Any, layer: nn.Module) -> str:
         """Let stock code that sees zeros in place of whole units count the present ones; return the name of its module, if any."""
         return ""
 
-    def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
+    def count_activations(self, unit: Any, layer: nn.Module, config: Any) -> int:
         """Return the numbers per token that a module's forward pass holds.
 
         :param config: of the text decoder, as this layer reads it
@@ -211,7 +213,7 @@ class UnitGroup:
     ``mlp.gate_proj`` and ``mlp.up_proj`` [11008, 4096] lose the rows of the same channels; num_units is 11008, unit_cost
     3 * 4096, and the consumer's output is added to the input of ``post_attention_layernorm`` (``join.residual``).
 
-    :param layout: the module as it was measured
+    :param layout: the module as its kind has read it, a :class:`UnitLayout`
     :param num_units: number of present units
     :param part_rows: number of rows per part of a block
     :param unit_cost: parameters that removing one unit frees
@@ -226,7 +228,7 @@ class UnitGroup:
     """
 
     unit: UnitKind
-    layout: UnitLayout
+    layout: Any
     num_units: int
     part_rows: Mapping[str, int]
     layer_index: int = 0

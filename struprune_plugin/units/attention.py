@@ -30,12 +30,10 @@ class AttentionUnits(UnitKind):
     pool: ClassVar[str] = "attention"
     order: ClassVar[int] = 0
 
-    def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
-        assert isinstance(unit, AttentionLayout)
+    def prove(self, unit: AttentionLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
         return prove_values(unit, measured, run)
 
-    def read_sizes(self, unit: UnitLayout, layer: nn.Module) -> dict[str, int]:
-        assert isinstance(unit, AttentionLayout)
+    def read_sizes(self, unit: AttentionLayout, layer: nn.Module) -> dict[str, int]:
         return measure_heads(unit, layer)
 
     def list_config_keys(self, layout: LayerLayout, layer: nn.Module) -> dict[str, str]:
@@ -43,20 +41,18 @@ class AttentionUnits(UnitKind):
             return {}
         return {"num_attention_heads": "num_heads", "num_key_value_heads": "num_key_value_heads"}
 
-    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+    def release(self, unit: AttentionLayout, layer: nn.Module) -> str:
         """Let attention that sees zeros in place of removed heads count the present ones."""
-        assert isinstance(unit, AttentionLayout)
         if not pads_heads(unit, layer):
             return ""
         _, kept, dense = read_padding(layer, unit.output)["narrow"]["segments"][0]
         scale_counts(layer.get_submodule(unit.module), kept, dense)
         return unit.module
 
-    def count_activations(self, unit: UnitLayout, layer: nn.Module, config: Any) -> int:
+    def count_activations(self, unit: AttentionLayout, layer: nn.Module, config: Any) -> int:
         return 3 * sum(find_linear(layer, name).out_features for name in unit.producers)
 
-    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
-        assert isinstance(unit, AttentionLayout)
+    def describe_unit(self, unit: AttentionLayout, layer: nn.Module) -> str:
         sizes, heads = measure_heads(unit, layer), "" if unit.has_heads else "; not as whole heads"
         return f"{unit.output}: {sizes['num_key_value_heads']} heads of {sizes['value_head_dim']} value channels{heads}"
 
@@ -69,7 +65,6 @@ class AttentionUnits(UnitKind):
 
     def list_weights(self, layer: nn.Module, group: UnitGroup) -> list[Tensor]:
         """Return the weights of every head (rows of Q, K and V, columns of O), flattened, one tensor per (KV) head."""
-        assert isinstance(group.layout, AttentionLayout)
         heads = describe_heads(group.layout, layer, Heads())
         parts = []
         for name in heads.producers:
@@ -104,7 +99,6 @@ class Heads(AttentionUnits):
                 yield describe_heads(attention, layer, self)
 
     def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
-        assert isinstance(group.layout, AttentionLayout)
         return {} if group.layout.takes_fewer_heads else _describe_padding(group)
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:

@@ -33,8 +33,7 @@ class RecurrentHeads(ShrinkingUnits):
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
         return read_recurrent(measured, consumer)
 
-    def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
-        assert isinstance(unit, RecurrentLayout)
+    def describe_group(self, unit: RecurrentLayout, layer: nn.Module) -> UnitGroup:
         count, columns = int(getattr(*find_owner(layer, unit.counter))), find_linear(layer, unit.output).in_features
         rows = {COLUMN: columns // count, ENTRY: unit.entries}
         for name, parts in unit.producers.items():  # what is left is of the parts whose size nothing else states
@@ -53,30 +52,27 @@ class RecurrentHeads(ShrinkingUnits):
             is_coupled=bool(unit.norms),
         )
 
-    def describe_unit(self, unit: UnitLayout, layer: nn.Module) -> str:
+    def describe_unit(self, unit: RecurrentLayout, layer: nn.Module) -> str:
         group = self.describe_group(unit, layer)
         return f"{unit.output}: {group.num_units} {self.label} of {group.columns_per_unit} channels"
 
     def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
-        unit = group.layout
-        assert isinstance(unit, RecurrentLayout)
+        unit: RecurrentLayout = group.layout
         sizes = {part: size if part == SHARED else size * group.num_units for part, size in group.part_rows.items()}
         return {
             name: {"narrow": {"blocks": 1, "segments": [[1, sizes[part], sizes[part]] for part in unit.tensors[name]]}}
             for name in unit.buffers
         }
 
-    def release(self, unit: UnitLayout, layer: nn.Module) -> str:
+    def release(self, unit: RecurrentLayout, layer: nn.Module) -> str:
         """Cut buffers of which the module reads a part to that part, as the class computes them for fewer heads."""
-        assert isinstance(unit, RecurrentLayout)
         forms = {name: form for name in unit.buffers if (form := read_padding(layer, name))}
         for name, form in forms.items():
             change_tensor(layer, name, partial(narrow, form=form["narrow"]))
         return unit.output.rpartition(".")[0] if forms else ""
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
-        unit = group.layout
-        assert isinstance(unit, RecurrentLayout)
+        unit: RecurrentLayout = group.layout
         padded = replace(unit, producers={name: unit.tensors[name] for name in unit.buffers})
         super().resize_module(layer, replace(group, layout=padded), num_keep)
         for name in unit.scaled:

@@ -34,7 +34,7 @@ class ShrinkingUnits(UnitKind):
     order: ClassVar[int] = 0
     by_default: ClassVar[bool] = True
 
-    def describe_group(self, unit: UnitLayout, layer: nn.Module) -> UnitGroup:
+    def describe_group(self, unit: Any, layer: nn.Module) -> UnitGroup:
         """Return the units of one module of a layer."""
         raise NotImplementedError
 

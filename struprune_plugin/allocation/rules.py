@@ -168,10 +168,8 @@ class ErrorCurve(AllocationRule):
 
     def propose(self, sizes: Sizes, decided: UnitAllocation, budget: Budget) -> dict[str, list[int]]:
         """Return allocations halfway between the rule's own and uniform, and uniform itself, where they meet the budget."""
-        sparsities, proposed = (
-            [1 - decided.num_keep[size.name] / size.num_units for size in sizes],
-            dict[str, list[int]](),
-        )
+        sparsities = [1 - decided.num_keep[size.name] / size.num_units for size in sizes]
+        proposed = dict[str, list[int]]()
         for name, part in (("half uniform", 0.5), ("uniform", 1.0)):
             shares = [(1 - part) * sparsity + part * budget.share for sparsity in sparsities]
             with suppress(ValueError):

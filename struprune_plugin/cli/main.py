@@ -123,10 +123,8 @@ def plan(
     if data and vocabulary is None:
         raise ValueError("--data: must come with --vocabulary: a plan reads no other text. Leave it out.")
     work = Workload(*opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes), batch_size)
-    modifiers, ranking = (
-        load_recipe(recipe, changes).modifiers,
-        opt.read_ranking(vocabulary, data, text_column, language, words),
-    )
+    modifiers = load_recipe(recipe, changes).modifiers
+    ranking = opt.read_ranking(vocabulary, data, text_column, language, words)
     rows = None if ranking is None else plan_trim(check_source(model, trusts=trust_remote_code), Ranking(**ranking))
     forecast = plan_run(model, modifiers, work, dtype, trust_remote_code, rows)
     trimmed = None if rows is None else describe_trim(rows)

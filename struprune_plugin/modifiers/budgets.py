@@ -152,11 +152,9 @@ def find_budget(
     num_prunable = count_prunable_parameters(model, modifier.prunes_mixtures, named)
     weighed = "none" if modifier.sensitivity is None else "fisher"
     removable = sum(one.max_removable for one in sizes) + (entries.max_removable if entries else 0)
-    sparsity = (
-        (modifier.sparsity or 0.0)
-        if modifier.budget is None
-        else (_count_to_remove(modifier.budget, model, removable) / num_prunable)
-    )
+    sparsity = modifier.sparsity or 0.0
+    if modifier.budget is not None:
+        sparsity = _count_to_remove(modifier.budget, model, removable) / num_prunable
     num_entries = 0
     if entries is None:
         share = find_group_sparsity(sizes, num_prunable, sparsity)

@@ -162,11 +162,8 @@ def _count_activations(
     """Return the bytes of one layer's forward pass on a micro-batch, with ``item`` bytes per element."""
     config: Any = model.config.get_text_config(decoder=True)
     config = config.per_layer_config[index] if config.is_heterogeneous else config
-    hidden, length, inside = (
-        read_hidden_size(model),
-        work.seq_length,
-        [0, 0],
-    )  # numbers of mixers, and of what follows them
+    hidden, length = read_hidden_size(model), work.seq_length
+    inside = [0, 0]  # numbers of mixers, and of what follows them
     for unit in layout.units:
         kind = UNIT_KINDS.parse(unit.kind)
         inside[not kind.is_mixer] += kind.count_activations(unit, layer, config)

@@ -173,10 +173,8 @@ def summarize_output(folder: Path) -> list[str]:
         return summarize_vocabulary(record, folder)
     if not (folder / MANIFEST_NAME).is_file():
         return [f"wrote {folder}"]
-    manifest, code = (
-        read_manifest(folder),
-        ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else "",
-    )
+    code = ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else ""
+    manifest = read_manifest(folder)
     following = [
         (f"struprune eval {manifest.model.base} {folder}", "measures it beside the dense model"),
         (f"struprune inspect {folder}", "shows it layer by layer"),

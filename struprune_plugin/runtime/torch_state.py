@@ -35,16 +35,14 @@ def reset_torch() -> Iterator[None]:
 
 def copy_inference_tensors(model: nn.Module) -> None:
     """Replace parameters and buffers that were made in ``torch.inference_mode``, through which no gradient flows, by copies."""
-    copies: dict[int, Any] = {}  # tied ones stay tied
+    copies: dict[int, Any] = {}  # tied ones stay tied; the old one lives, and its id with it
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and tensor.is_inference():
                     copy = tensor.detach().clone()
                     copy = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-                    held[name] = copies.setdefault(id(tensor), (copy, tensor))[
-                        0
-                    ]  # the old one lives, and its id with it
+                    held[name], _ = copies.setdefault(id(tensor), (copy, tensor))
 
 
 def renew_buffers(model: PreTrainedModel) -> None:

@@ -72,9 +72,8 @@ class EntireExperts(ListEntries):
         for step in stream_layers(model, batches, context, self.label):
             groups = select_groups(firsts, step.name)
             lists: list[Any] = [step.layer.get_submodule(group.mixture) for group in groups]
-            sums = [
-                torch.zeros(2, experts.num_experts, dtype=torch.float64) for experts in lists
-            ]  # of norms, of tokens
+            # of norms, of tokens
+            sums = [torch.zeros(2, experts.num_experts, dtype=torch.float64) for experts in lists]
             with ExitStack() as stack:
                 for experts in lists:  # they run again, on what they saw
                     stack.enter_context(widen_weights(experts, context.widened))

@@ -66,12 +66,10 @@ class ExpertChannels(FFNChannels):
                 yield replace(group, mixture=experts.output, tie=self.kind)
 
     def tie(self, groups: Sequence[UnitGroup]) -> list[UnitGroup]:
-        widths = {
-            group.num_units for group in groups if group.mixture
-        }  # several in the output of an earlier `per_layer`
+        widths = {group.num_units for group in groups}  # several in the output of an earlier `per_layer`
         if self.widths == "same" and len(widths) < 2:
             return [*groups]
-        return [replace(group, tie=group.output_name) if group.mixture else group for group in groups]
+        return [replace(group, tie=group.output_name) for group in groups]
 
     def find_entries(
         self, model: PreTrainedModel, groups: Sequence[UnitGroup], others: Sequence[Any]

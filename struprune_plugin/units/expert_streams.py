@@ -31,9 +31,9 @@ def visit_experts(
     experts: Any = layer.get_submodule(groups[0].mixture)
     scales = tensors.read_factors(groups[0])  # of the norm behind the sum
     args = tensors.arguments[groups[0].mixture]  # without a router's choice for Llama 4
-    routed = (
-        _read_routing(experts.num_experts, args[1], args[2], call, missing and missing[1]) if len(args) > 2 else None
-    )
+    routed = None
+    if len(args) > 2:
+        routed = _read_routing(experts.num_experts, args[1], args[2], call, missing and missing[1])
     for group in groups:
         inputs, output = tensors.inputs[group.consumer], tensors.outputs[group.consumer]
         if routed is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero

@@ -27,7 +27,7 @@ from struprune_plugin.model.structure.locate import (
     read_numbers,
     read_padding,
 )
-from struprune_plugin.model.surgery import read_weight, set_weight
+from struprune_plugin.model.surgery import change_tensor, read_weight, set_weight
 from struprune_plugin.model.unit_kind import UNIT_KINDS
 
 Shapes = dict[str, tuple[int, ...]]
@@ -46,7 +46,9 @@ def replace_conv1d(model: nn.Module) -> None:
     """Convert a dense model's Conv1D modules (GPT-2), which store their weights transposed, to linears, before anything is cut."""
     for module in [module for module in model.modules() if type(module) is Conv1D]:
         with keep_offload(module):
-            modeling.replace_conv1d(module)
+            module.__class__ = nn.Linear
+            module.out_features, module.in_features = module.nf, module.nx
+        change_tensor(module, "weight", torch.t)
 
 
 def restore_conv1d(model: nn.Module) -> None:
@@ -55,8 +57,8 @@ def restore_conv1d(model: nn.Module) -> None:
     for module in linears:
         with keep_offload(module):
             module.__class__ = Conv1D
-            module.weight = nn.Parameter(module.weight.detach().t().contiguous(), module.weight.requires_grad)
             module.nx, module.nf = module.in_features, module.out_features
+        change_tensor(module, "weight", torch.t)
 
 
 def grow_padded(model: nn.Module) -> None:

@@ -35,6 +35,12 @@ WHOLE = {  # of a mixture, beside values; the saved mixture is another model tha
 }
 COUPLED = {"sparsity": 0.1, "units": ["recurrent_heads"]}  # behind them is a norm, so that a last solve closes the cut
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
+SQUARE = {
+    "sparsity": 0.1,
+    "attention_unit": "none",
+    "output": "uniform",
+    "allocation": "uniform",
+}  # weights turned in place
 TRIED = {"sparsity": 0.3, "num_samples": 16, "allocation": {"rule": "error_curve", "trial_samples": 4, "samples": 8}}
 REFUSED = {  # fields -> what both processes say
     "admm": ({"weight_update": "admm"}, "weight_update: admm works in one process only, got 2"),
@@ -62,19 +68,27 @@ def bamba(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(opt, mixture, bamba, tmp_path_factory):
+def gpt2(tmp_path_factory):
+    return save_model(make_model("gpt2"), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def two_processes(opt, mixture, bamba, gpt2, tmp_path_factory):
     """A folder for every job of ``FIELDS`` and ``REFUSED``, which one pair of processes ran one after the other.
 
     Refusals come first, so that what follows shows that they leave the processes in step.
     """
-    folders = {name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", "whole", "coupled")}
+    folders = {
+        name: tmp_path_factory.mktemp(name) for name in (*REFUSED, *FIELDS, "tried", "whole", "coupled", "square")
+    }
     dead = save_model(make_dead(), tmp_path_factory.mktemp("dead"))
     jobs = [
         [str(dead), str(folders[name]), fields if "lora" in fields else {"sparsity": 0.2, **fields}]
         for name, (fields, _) in REFUSED.items()
     ]
     jobs += [[str(opt), str(folders[name]), fields] for name, fields in {**FIELDS, "tried": TRIED}.items()]
-    jobs += [[str(mixture), str(folders["whole"]), WHOLE], [str(bamba), str(folders["coupled"]), COUPLED]]
+    others = [(mixture, "whole", WHOLE), (bamba, "coupled", COUPLED), (gpt2, "square", SQUARE)]
+    jobs += [[str(model), str(folders[name]), fields] for model, name, fields in others]
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -99,12 +113,12 @@ def refuse_to_solve(*_):
     raise AssertionError("the first process solves, and sends its weights")
 
 
-@pytest.mark.parametrize("name", [*FIELDS, "whole", "coupled"])
-def test_two_processes_equal_one(opt, mixture, bamba, two_processes, name, tmp_path):
-    folder, fields = two_processes[name], {**FIELDS, "whole": WHOLE, "coupled": COUPLED}[name]
+@pytest.mark.parametrize("name", [*FIELDS, "whole", "coupled", "square"])
+def test_two_processes_equal_one(opt, mixture, bamba, gpt2, two_processes, name, tmp_path):
+    folder, fields = two_processes[name], {**FIELDS, "whole": WHOLE, "coupled": COUPLED, "square": SQUARE}[name]
     assert (folder / "digest0.txt").read_text() == (folder / "digest1.txt").read_text()
     assert [path.name for path in folder.glob("*out*")] == ["out"]
-    model = {"whole": mixture, "coupled": bamba}.get(name, opt)
+    model = {"whole": mixture, "coupled": bamba, "square": gpt2}.get(name, opt)
     run_oneshot(str(model), output_dir=tmp_path / "one", **read_options(fields))
     two, one = read_manifest(folder / "out"), read_manifest(tmp_path / "one")
     assert [group.keep for group in two.groups] == [group.keep for group in one.groups]

@@ -94,12 +94,15 @@ class CurveMeasurer:
 
     def _measure_curve(self, problem: GroupProblem, order: Tensor) -> Tensor:
         """Return the error curve of an importance whose scores are no increases of the error."""
-        group = problem.group
+        group, weighed, moved = problem.group, problem.weighed, problem.weight
+        if (root := self.sensitivity.fisher_sqrt.get(group.output_name)) is not None:
+            moved = self.context.to_solver(root) @ moved
+            weighed = replace(
+                weighed, target_energy=(weighed.cross * moved).sum()
+            )  # of its own output, the target here
         if self.config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
-            return measure_restored_curve(problem.weighed, order, group.columns_per_unit, group.name)
-        root = self.sensitivity.fisher_sqrt.get(group.output_name)
-        moved = problem.weight if root is None else self.context.to_solver(root) @ problem.weight
-        return measure_deletion_curve(problem.weighed, moved, order, group.columns_per_unit)
+            return measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
+        return measure_deletion_curve(weighed, moved, order, group.columns_per_unit)
 
 
 def can_keep_moments(groups: Sequence[UnitGroup], hidden_size: int) -> bool:

@@ -69,18 +69,16 @@ def _uncouple_bias(gram: Tensor, cross: Tensor) -> None:
     gram[..., -1, -1] = 1
 
 
-def weigh_outputs(damped: SecondMoments, root: Tensor, weight: Tensor) -> SecondMoments:
+def weigh_outputs(damped: SecondMoments, root: Tensor) -> SecondMoments:
     """Return moments under which an error e of the output counts as ``||R e||^2``.
 
-    The re-solved weights do not depend on R (they become R W); the choice of units and its error do. The energy is that of the
-    target that the given weights reproduce exactly, ``tr(R C W^T R^T)``: the ``local`` target, where C is W H. For other
-    targets it is off by a constant, which changes no order.
+    The re-solved weights do not depend on R (they become R W); the choice of units and its error do. The target's energy, on
+    which no choice depends, is NaN.
 
     :param root: R, shape [d, d], float64
-    :param weight: dense weights, shape [..., d, n + 1], float64, bias last
     """
-    cross = root @ damped.cross
-    return replace(damped, cross=cross, target_energy=(cross * (root @ weight)).sum((-2, -1)))
+    unknown = torch.full_like(damped.target_energy, torch.nan)
+    return replace(damped, cross=root @ damped.cross, target_energy=unknown)
 
 
 def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> tuple[Tensor, Tensor]:

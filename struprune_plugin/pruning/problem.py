@@ -85,13 +85,10 @@ class GroupProblem:
 
     @property
     def weighed(self) -> SecondMoments:
-        """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured."""
+        """Damped moments with errors weighted by the sensitivity of the module's output, where it was measured; then without the
+        target's energy."""
         root = self.sensitivity.fisher_sqrt.get(self.group.output_name)
-        return (
-            self.damped
-            if root is None
-            else weigh_outputs(self.damped, self.module.context.to_solver(root), self.weight)
-        )
+        return self.damped if root is None else weigh_outputs(self.damped, self.module.context.to_solver(root))
 
     def rotate(self, basis: Tensor) -> GroupProblem:
         """Return the problem of rotated inputs.

@@ -117,9 +117,10 @@ def draw_panels(texts: Collection[str], title: str, file: Path) -> Iterator[dict
 
 
 def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) -> None:
-    """Draw perplexity against the share of the whole model that is gone, one line per method, one panel per text."""
-    rows = {key: row for key, row in rows.items() if "refused" not in row}
+    """Draw perplexity against the share of the whole model that is gone, one line per method, one panel per text; rows that grew
+    the model are left out."""
     dense = rows["dense"]
+    rows = {key: row for key, row in rows.items() if "refused" not in row and row["removed_of_model"] >= 0}
     methods = list(dict.fromkeys(key.split(" | ")[-1] for key in rows if key != "dense"))
     with draw_panels(dense["perplexity"], title, file) as panels:
         for text, axes in panels.items():
@@ -129,6 +130,9 @@ def plot_quality(rows: Mapping[str, Mapping[str, Any]], title: str, file: Path) 
                 axes.plot(*zip(*points, strict=True), "--" if method in PEERS else "-", marker=".", label=method)
             axes.axhline(dense["perplexity"][text], color="gray", linestyle=":", label="dense")
             axes.set(xlabel="removed of the whole model, %", yscale="log")
+            for axis in "major", "minor":
+                axes.tick_params(axis="y", which=axis, labelsize="small")
+                getattr(axes.yaxis, f"set_{axis}_formatter")("{x:g}")
 
 
 def main() -> None:

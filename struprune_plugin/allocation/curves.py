@@ -96,10 +96,8 @@ class CurveMeasurer:
         """Return the error curve of an importance whose scores are no increases of the error."""
         group, weighed, moved = problem.group, problem.weighed, problem.weight
         if (root := self.sensitivity.fisher_sqrt.get(group.output_name)) is not None:
-            moved = self.context.to_solver(root) @ moved
-            weighed = replace(
-                weighed, target_energy=(weighed.cross * moved).sum()
-            )  # of its own output, the target here
+            moved = self.context.to_solver(root) @ moved  # its output is the target here
+            weighed = replace(weighed, target_energy=(weighed.cross * moved).sum())
         if self.config.weight_update.solves:  # ADMM, too, starts from and ends with the least-squares solve
             return measure_restored_curve(weighed, order, group.columns_per_unit, group.name)
         return measure_deletion_curve(weighed, moved, order, group.columns_per_unit)

@@ -74,8 +74,8 @@ class MomentSums:
 
     The bias' row of H and column of C are sums over tokens, and the width of the products is padded to a multiple of 8.
     Bfloat16 inputs are multiplied as they are and accumulated in float32 where the device can: the products are exact and faster.
-    Where they are weighted, they are rounded to bfloat16 once more.
-    Then targets are rounded to bfloat16 on a CPU, and split into two bfloat16 parts, which hold 16 of their bits, on a GPU.
+    Where they are weighted, they are rounded to bfloat16 once more. Their targets are rounded to bfloat16 on such a CPU, and
+    split into two bfloat16 parts, which hold 16 of their bits, on a GPU.
 
     :param sizes: (n, d): inputs and outputs of the linear; d may be 0 where the target is the linear's own output
     :param dtype: of the sums, float32 or float64
@@ -214,11 +214,12 @@ def _multiplies_narrow(inputs: Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def _multiply_as_bfloat16(exact: bool) -> Iterator[None]:
-    """Multiply float32 matrices that hold bfloat16 numbers as such, accumulated in float32, on a processor that can."""
+def _multiply_as_bfloat16(narrow: bool) -> Iterator[None]:
+    """Round float32 matrices to bfloat16 in products, accumulated in float32, on a processor that multiplies such numbers: exact
+    where they hold no others."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, can = matmul.fp32_precision, torch.cpu.get_capabilities()
-    if exact and (can.get("avx512_bf16") or can.get("amx_bf16")):
+    if narrow and (can.get("avx512_bf16") or can.get("amx_bf16")):
         matmul.fp32_precision = "bf16"
     try:
         yield

@@ -150,7 +150,7 @@ def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
 def change_tensor(layer: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
     """Set a parameter or buffer of a layer to a function of itself, cast to its dtype."""
     owner, old = _find_tensor(layer, name)
-    new = change(old).clone()  # what is a view of it would change with it
+    new = change(old).clone(memory_format=torch.contiguous_format)  # a view of it would change with it
     if isinstance(owner._parameters, OffloadCache):
         wait_for_all()  # processes share offloaded weights: all have read before one writes
     _set_tensor(owner, name, new)

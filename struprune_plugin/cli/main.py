@@ -82,8 +82,9 @@ def prune(
             oneshot(model, recipe, output, overwrite, scratch, checkpoint, seed, changes, **run)
         else:
             counted = count_from_whole(model, load_recipe(recipe, changes), trust_remote_code)
-            trimmed = stack.enter_context(trim_first(model, output, overwrite, trust_remote_code, **ranking))
-            oneshot(trimmed, counted, output, overwrite, scratch, checkpoint, seed, **run)
+            first = trim_first(model, output, overwrite, trust_remote_code, (offload, checkpoint), **ranking)
+            copy, folder = stack.enter_context(first)
+            oneshot(copy, counted, folder, False, scratch, checkpoint, seed, **run)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
     record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
     screen.show(record, *tables.summarize_output(output))

@@ -7,8 +7,8 @@ import os
 import shutil
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import check_room, own_folder, write_whole
+from struprune_plugin.storage.files import check_room, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
@@ -60,46 +60,51 @@ def trim_vocabulary(
     plan = plan_trim(check_source(name, settings.reserved, trust_remote_code, revision), settings)
     if output_dir is None:
         return describe_trim(plan)
-    check_room([("output_dir", Path(output_dir), sum(tensor.size for tensor in plan.source.stored.values()))])
     with write_folder(Path(output_dir), overwrite, inputs) as folder:
         return write_trim(plan, folder)
 
 
 @contextmanager
-def trim_first(model: str, output: Path, overwrite: bool, trusts: bool, **ranking: Any) -> Iterator[str]:
-    """Yield a trimmed copy of a model, which the block prunes into ``output``; the output then names the whole model.
+def trim_first(
+    model: str, output: Path, overwrite: bool, trusts: bool, others: Sequence[Path | None], **ranking: Any
+) -> Iterator[tuple[str, Path]]:
+    """Yield a trimmed copy of a model, and the folder into which the block prunes it; that folder then becomes the output.
 
-    The copy is in a folder beside the output, which goes at the end. The output of a recipe that prunes nothing keeps its source's
+    The copy goes at the end, and the output names the model itself. The output of a recipe that prunes nothing keeps its source's
     manifest, if there is one.
 
+    :param others: what the block reads or writes besides
     :param ranking: as of :func:`trim_vocabulary`, with ``text``
     """
-    check_output(output, overwrite, [model])
-    beside = output.resolve().with_name(f".{output.name}.trimmed")
-    try:
-        with own_folder(beside) as scratch:
-            record = trim_vocabulary(model, folder := scratch / "model", trust_remote_code=trusts, **ranking)
-            yield str(folder)
-            manifest = read_manifest(output) if (output / MANIFEST_NAME).is_file() else None
-            if manifest is not None and manifest.model.base == str(folder):
-                _name_whole(manifest, record, output)
-    finally:
-        with suppress(OSError):  # another run to the same output, which is refused, has a copy there
-            beside.rmdir()
+    inputs = [path for path in (model, ranking["text"], ranking["words"], *others) if path is not None]
+    with write_folder(output, overwrite, inputs) as folder:
+        shutil.rmtree(copy := folder.with_name("trimmed"), ignore_errors=True)  # of a killed run
+        try:
+            with reset_torch():
+                plan = plan_trim(check_source(model, trusts=trusts), Ranking(**ranking))
+                copy.mkdir()
+                write_trim(plan, copy)
+            yield str(copy), folder
+            manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
+            if manifest is not None and manifest.model.base == str(copy):
+                _name_whole(manifest, plan, folder)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
 
 
-def _name_whole(manifest: Manifest, record: VocabularyRecord, output: Path) -> None:
+def _name_whole(manifest: Manifest, plan: TrimPlan, folder: Path) -> None:
     """Let the manifest of an output tell the model before rows of its vocabulary went."""
-    whole = manifest.model.parameters_before + record.parameters_before - record.parameters_after
+    whole = manifest.model.parameters_before + plan.num_removed
     gone = 1 - manifest.model.parameters_after / whole
-    named = replace(manifest.model, base=record.base, parameters_before=whole, removed_share=gone)
-    write_manifest(manifest.model_copy(update={"model": named}), output)
-    write_card(output)
+    named = replace(manifest.model, base=plan.source.base, parameters_before=whole, removed_share=gone)
+    write_manifest(manifest.model_copy(update={"model": named}), folder)
+    write_card(folder)
 
 
 def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
     """Write a trimmed model into an empty folder: the small files, which are checked, then its weights."""
     source, kept = plan.source, plan.kept
+    check_room([("output_dir", folder, sum(tensor.size for tensor in source.stored.values()))])
     new_ids = {old: new for new, old in enumerate(kept)}
     changed = [*_OLD.split(), FILE_NAME, *source.settings]
     for file in sorted(source.folder.iterdir()):
@@ -119,13 +124,10 @@ def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
     carry_manifest(source.folder, folder)
     if (folder / MANIFEST_NAME).is_file():
         manifest = read_manifest(folder)
-        left = manifest.model.parameters_after - record.parameters_before + record.parameters_after
+        left = manifest.model.parameters_after - plan.num_removed
         gone = 1 - left / manifest.model.parameters_before
         named = replace(manifest.model, parameters_after=left, removed_share=gone)
         write_manifest(manifest.model_copy(update={"model": named}), folder)
-    earlier = read_record(source.folder)
-    if earlier is not None:
-        record = record.model_copy(update={"base": earlier.base, "kept": [earlier.kept[old] for old in kept]})
     write_record(record, folder)
     write_card(folder)
     return record
@@ -149,18 +151,17 @@ def _check_tokenizer(plan: TrimPlan, folder: Path, new_ids: dict[int, int]) -> N
 
 
 def describe_trim(plan: TrimPlan) -> VocabularyRecord:
-    """Return the record of a trimming."""
+    """Return the record of a trimming, and of those before it: from the first model's vocabulary to this one."""
     source, kept = plan.source, plan.kept
     smaller = TokenizerJson({}, source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)}))
     scripts = {number: find_script(source.tokenizer.show(number)) for number in source.tokenizer.tokens}
     before, after = Counter(scripts.values()), Counter(scripts[number] for number in kept)
-    point, whole = plan.estimate(plan.size), plan.estimate(source.num_rows)
-    return VocabularyRecord(
-        base=source.name,
+    record = VocabularyRecord(
+        base=source.base,
         rows_before=source.num_rows,
         rows_after=plan.size,
-        parameters_before=whole.parameters,
-        parameters_after=point.parameters,
+        parameters_before=source.num_parameters,
+        parameters_after=source.num_parameters - plan.num_removed,
         held_out_bytes=sum(len(text.encode("utf-8", "replace")) for text in plan.held_out),
         held_out_tokens_before=source.tokenizer.count(plan.held_out).total(),
         held_out_tokens_after=smaller.count(plan.held_out).total(),
@@ -168,6 +169,17 @@ def describe_trim(plan: TrimPlan) -> VocabularyRecord:
         curve=plan.draw_curve(),
         kept=kept,
     )
+    if (earlier := read_record(source.folder)) is None:
+        return record
+    units = earlier.parameters_after - source.num_parameters  # that went in between
+    changes = {
+        **{name: getattr(earlier, name) for name in ("base", "rows_before", "parameters_before")},
+        "parameters_after": record.parameters_after + units,
+        "scripts": {name: (count, after[name]) for name, (count, _) in earlier.scripts.items()},
+        "curve": [replace(point, parameters=point.parameters + units) for point in record.curve],
+        "kept": [earlier.kept[old] for old in kept],
+    }
+    return record.model_copy(update=changes)
 
 
 def draw_curve(record: VocabularyRecord, file: Path) -> None:

@@ -95,6 +95,11 @@ class Source:
         """Number of parameters, as stored."""
         return sum(tensor.count for tensor in self.stored.values())
 
+    @property
+    def base(self) -> str:
+        """The folder, whole, or the hub name."""
+        return os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
+
 
 @dataclass(frozen=True)
 class TrimPlan:
@@ -121,6 +126,11 @@ class TrimPlan:
         """Sorted ids of the tokens that stay."""
         gone = {*self.order[: self.num_tokens - self.size]}
         return sorted(number for number in self.source.tokenizer.tokens if number not in gone)
+
+    @property
+    def num_removed(self) -> int:
+        """Number of parameters that go, as stored."""
+        return self.source.num_parameters - self.estimate(self.size).parameters
 
     def resize(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the configuration of the model with the kept rows alone."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from filelock import FileLock
 from helpers.models import run_oneshot
 from helpers.tokenizers import FORMS, fuzz_texts, load_logits, make_tokenizer, save_model
 from safetensors.torch import load_file, save_file
@@ -101,6 +100,15 @@ def test_a_pruned_folder_follows_and_leads(trimmed, tmp_path):
         assert (tmp_path / "pruned" / VOCABULARY_NAME).is_file()
         assert "vocabulary" in (tmp_path / "pruned" / "README.md").read_text()
         assert set(again.kept) < set(record.kept)
+        first = {"base", "rows_before", "parameters_before"}
+        assert again.model_dump(include=first) == record.model_dump(include=first)
+        assert again.scripts.keys() == record.scripts.keys()
+        width, other = (
+            (each.parameters_before - each.parameters_after) / (each.rows_before - each.rows_after)
+            for each in (record, again)
+        )
+        assert width == other, "rows alone count, no units"
+        assert again.curve[-1].parameters <= again.parameters_after
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert len(model.get_input_embeddings().weight) == again.rows_after
         assert read_manifest(tmp_path / "again").model.parameters_after == model.num_parameters()
@@ -392,15 +400,27 @@ def test_a_recipe_that_prunes_nothing_may_follow(plain, tmp_path):
     assert model.removed_share == 1 - model.parameters_after / model.parameters_before
 
 
-def test_a_second_run_leaves_the_copy_of_the_first(plain, tmp_path):
-    (first := tmp_path / ".out.trimmed" / "struprune-1").mkdir(parents=True)
-    with (
-        FileLock(f"{first}.lock"),
-        trim_first(str(plain), tmp_path / "out", False, False, text=DEMO_CALIBRATION) as copy,
-    ):
+def test_a_second_run_leaves_the_copy_of_the_first(plain, tmp_path, capsys):
+    ranking = {"text": DEMO_CALIBRATION, "words": None}
+    (tmp_path / ".out.partial" / "trimmed").mkdir(parents=True)  # of a killed run
+    with trim_first(str(plain), tmp_path / "out", False, False, [], **ranking) as (copy, _):
         assert read_record(copy).rows_after < 560
-    assert first.is_dir()
+        command = ["prune", str(plain), "--data", str(DEMO_CALIBRATION), "--vocabulary", "0.9"]
+        assert cli.main([*command, "--output", str(tmp_path / "out")]) == 2
+        assert "must not be written by another run" in capsys.readouterr().err
+        assert read_record(copy).rows_after < 560
     assert not Path(copy).exists()
+
+
+def test_an_output_appears_once_it_names_the_whole_model(plain, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("struprune_plugin.vocabulary.trim._name_whole", interrupt)
+    small = ["--data", str(DEMO_CALIBRATION), "--num-samples", "4", "--seq-length", "32", "--vocabulary", "0.9"]
+    command = ["prune", str(plain), *small, "--recipe", "struprune_uniform", "--output", str(tmp_path / "out")]
+    assert cli.main(command) == 130
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_budget_counts_rows_and_units(plain, tmp_path, capsys):

@@ -32,6 +32,7 @@ from eval.rows import (
     HUB,
     Workload,
     make_parser,
+    measure_text,
     parse_quietly,
     read_hub_text,
     read_workload,
@@ -40,9 +41,10 @@ from eval.rows import (
 )
 from eval.zeroshot import TASKS as LOCAL_TASKS
 from eval.zeroshot import TASKS_FOLDER, identify_tasks
-from struprune_plugin.evaluation.scoring import check_tasks, measure_perplexity, run_tasks
+from struprune_plugin.evaluation.scoring import check_tasks, run_tasks
 from struprune_plugin.evaluation.text import read_texts
 from struprune_plugin.reporting.tables import Table
+from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import shorten_error
 
 TASKS = {  # by what the board's tables call them
@@ -125,10 +127,11 @@ def score_board(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload, board: Board
 ) -> dict[str, Any]:
     """Return perplexity by text, accuracy by task, and what stands in or is left out."""
+    dense = load_tokenizer(work.model)
     most = {name: work.max_tokens or (C4_WINDOWS * work.window if name == "C4" else None) for name in board.texts}
     told: dict[str, Any] = {
         "perplexity": {
-            name: measure_perplexity(model, tokenize(tokenizer, text, most[name]), work.window)
+            name: measure_text(model, tokenizer, tokenize(dense, text, most[name]), dense, work.window)
             for name, text in board.texts.items()
         }
     }

@@ -33,6 +33,7 @@ PEERS: dict[str, Row] = {
     "OSSCAR": Row(peer="eval.peers.osscar:prune_osscar"),
     "FLAP": Row(peer="eval.peers.flap:prune_flap"),
     "LLM-Pruner": Row(peer="eval.peers.llm_pruner:prune_llm_pruner"),
+    "COMPACT": Row(peer="eval.peers.compact:prune_compact"),
 }
 PAPERS_PEERS: dict[str, Row] = {"sliceGPT": SLICEGPT, "FASP": FASP}
 ALGORITHMS: dict[str, Row] = {  # the paper's own, by its names

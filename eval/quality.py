@@ -33,10 +33,10 @@ def find_delta(row: Mapping[str, Any], dense: Mapping[str, Any], text: str) -> f
 
 
 def interpolate_delta(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], text: str, removed: float) -> float:
-    """Return a method's delta at any fraction removed, linear between its rows and the dense model; NaN beyond them."""
-    points = sorted([(0.0, 0.0), *((row["removed"], find_delta(row, dense, text)) for row in rows)])
+    """Return a method's delta at any share of the whole model removed, linear between its rows and the dense model; NaN beyond."""
+    points = sorted([(0.0, 0.0), *((row["removed_of_model"], find_delta(row, dense, text)) for row in rows)])
     for (low, first), (high, second) in pairwise(points):
-        if low <= removed <= high and high > low:
+        if low <= removed <= high + 1e-4 and high > low:  # of one sparsity, but rounded to other units
             return first + (second - first) * (removed - low) / (high - low)
     return math.nan
 
@@ -87,7 +87,7 @@ def describe_lead(rows: Mapping[str, Mapping[str, Any]], title: str) -> list[str
 def _compare(row: Mapping[str, Any], dense: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> str:
     ratios = []
     for text in dense["perplexity"]:
-        best = interpolate_delta(ours, dense, text, row["removed"])
+        best = interpolate_delta(ours, dense, text, row["removed_of_model"])
         ratios.append(find_delta(row, dense, text) / best if best else math.nan)
     return "" if any(map(math.isnan, ratios)) else f"{min(ratios):.2f}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 import warnings
@@ -21,11 +22,18 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from eval.ledger import EVAL, Ledger, describe_code, identify_model, identify_text
 from eval.zeroshot import TASKS, find_items, identify_tasks, read_items, score_tasks
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot, read_manifest
-from struprune_plugin.evaluation.scoring import cut_texts, load_checkpoint, measure_bits, measure_perplexity
+from struprune_plugin.evaluation.scoring import (
+    check_windows,
+    cut_texts,
+    load_checkpoint,
+    measure_bits,
+    measure_perplexity,
+)
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.storage.checkpoint import load_tokenizer
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
@@ -196,10 +204,10 @@ def run_row(row: Row, sparsity: float, work: Workload, score: Score | None = Non
     if row.peer:
         module, function = row.peer.split(":")
         result = getattr(import_module(module), function)(work.model, torch.tensor(dataset["input_ids"]), sparsity)
-        of_model = result.removed * measure_base(work.model, row.of_experts)
+        of_model = result.removed * measure_base(work.model, row.of_experts) + result.removed_rows
         told = {"removed": result.removed, "removed_of_model": of_model, "bytes": None}
         told |= {"seconds": result.seconds, "note": result.note}
-        return {**score(result.model.float(), tokenizer, work), **told}
+        return {**score(result.model.float(), result.tokenizer or tokenizer, work), **told}
     scale = measure_experts(work.model) if row.of_experts else 1.0
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "pruned"
@@ -255,23 +263,60 @@ def score_dense(work: Workload, score: Score | None = None) -> dict[str, Any]:
 
 
 def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, Any]:
-    """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task."""
-    texts = {name: read_tokens(source, tokenizer, work) for name, source in work.texts.items()}
+    """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task.
+
+    :param tokenizer: the model's, which may be smaller than that of the workload's model, whose tokens perplexity counts
+    """
+    dense = load_tokenizer(work.model)
+    texts = {name: read_tokens(source, dense, work) for name, source in work.texts.items()}
     told: dict[str, Any] = {
-        "perplexity": {n: measure_perplexity(model, text, work.window) for n, text in texts.items()}
+        "perplexity": {n: measure_text(model, tokenizer, text, dense, work.window) for n, text in texts.items()}
     }
     if work.bits:
         plain = {name: cut_texts(list_texts(source), work.max_tokens) for name, source in work.texts.items()}
         told["bits_per_byte"] = {n: measure_bits(model, tokenizer, part, work.window) for n, part in plain.items()}
     if work.divergence:
-        dense = load_checkpoint(work.model)[0]
-        told["divergence"] = {name: measure_divergence(dense, model, text, work.window) for name, text in texts.items()}
+        whole = load_checkpoint(work.model)[0]
+        told["divergence"] = {name: measure_divergence(whole, model, text, work.window) for name, text in texts.items()}
     return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
 
 
 @torch.no_grad()
+def measure_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    dense: PreTrainedTokenizerBase,
+    window: int,
+) -> float:
+    """Return perplexity per token of the dense tokenizer: :func:`measure_perplexity` where the model's is as large.
+
+    Else a model with a smaller vocabulary reads the text of the same windows, one by one, in its own tokens. The nats of all
+    text behind a window's first token are divided by the predictions that the whole vocabulary makes there.
+
+    :param tokens: of the dense tokenizer, shape [tokens], int64
+    :raises ValueError: as :func:`measure_perplexity`; such a window takes more tokens than the model has positions
+    """
+    if len(tokenizer) == len(dense):
+        return measure_perplexity(model, tokens, window)
+    total, windows = 0.0, tokens.unfold(0, window, window)
+    for ids in windows.tolist():
+        texts = (dense.decode(part, clean_up_tokenization_spaces=False) for part in (ids[:1], ids[1:]))
+        first, rest = (torch.tensor(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
+        read = torch.cat([first, rest]).to(model.device)
+        check_windows(read, len(read), model.config)
+        logits = model(input_ids=read[None], use_cache=False).logits[0, len(first) - 1 : -1].float()
+        losses = torch.nn.functional.cross_entropy(logits, read[len(first) :], reduction="none")
+        total += float(losses.double().sum())
+    return math.exp(total / windows[:, 1:].numel())
+
+
+@torch.no_grad()
 def measure_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor, window: int) -> float:
-    """Return KL(dense ‖ model) in nats, mean over the predictions of windows that are read one by one."""
+    """Return KL(dense ‖ model) in nats, mean over the predictions of windows that are read one by one; NaN where the model has
+    fewer tokens, and so no such divergence."""
+    if len(model.get_input_embeddings().weight) < len(dense.get_input_embeddings().weight):
+        return math.nan
     total, windows = 0.0, tokens.unfold(0, window, window)
     for batch in windows.split(max(1024 // window, 1)):
         wanted, found = (

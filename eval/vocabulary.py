@@ -14,10 +14,11 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -47,24 +48,33 @@ def measure_bytes(texts: list[str]) -> int:
     return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
+def list_ends(model: PreTrainedModel) -> list[Any]:
+    """Return the modules of a model that have a row per token: embeddings and head, whose weights may be the same."""
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def take_rows(model: PreTrainedModel, plan: TrimPlan) -> PreTrainedTokenizerFast:
+    """Leave a whole model in memory the rows of a plan alone; return the tokenizer of these."""
+    ends, loaded, kept = list_ends(model), plan.source.loaded, plan.kept
+    rows = torch.tensor([number for number in kept if number < plan.source.num_rows])
+    weights = {end.weight: nn.Parameter(end.weight[rows.to(end.weight.device)]) for end in ends}
+    for end in ends:
+        end.weight = weights[end.weight]
+    ends[0].padding_idx = None  # of the whole vocabulary
+    smaller = plan.source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)})
+    names = {"bos_token": loaded.bos_token, "eos_token": loaded.eos_token}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(smaller), **names)
+
+
 def list_sizes(
     model: PreTrainedModel, plan: TrimPlan, sizes: list[int]
 ) -> Iterator[tuple[int, PreTrainedTokenizerFast]]:
     """Yield sizes with the tokenizer of each, while the model has these rows alone."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    whole = [end.weight for end in ends]
-    loaded, ends[0].padding_idx = plan.source.loaded, None  # of the whole vocabulary
+    whole = [end.weight for end in list_ends(model)]
     for size in sizes:
-        kept = replace(plan, size=size).kept
-        rows = torch.tensor([number for number in kept if number < plan.source.num_rows])
-        weights = {id(weight): nn.Parameter(weight[rows.to(weight.device)]) for weight in whole}
-        for end, weight in zip(ends, whole, strict=True):
-            end.weight = weights[id(weight)]
-        smaller = plan.source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)})
-        names = {"bos_token": loaded.bos_token, "eos_token": loaded.eos_token}
-        yield size, PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(smaller), **names)
-    for end, weight in zip(ends, whole, strict=True):
-        end.weight = weight
+        yield size, take_rows(model, replace(plan, size=size))
+        for end, weight in zip(list_ends(model), whole, strict=True):
+            end.weight = weight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +97,17 @@ def read_scored(parsed: argparse.Namespace) -> dict[str, list[str]]:
 
 
 @contextmanager
-def read_ranking(parsed: argparse.Namespace) -> Iterator[Ranking]:
-    """Yield a ranking by all texts together, which are in one file meanwhile."""
+def rank_by(texts: Iterable[str], **fields: Any) -> Iterator[Ranking]:
+    """Yield a ranking by all texts together, which are in one file meanwhile; ``fields`` are its others."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for name in parsed.text for text in read_any(name))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         file.flush()
-        yield Ranking(file.name, language=parsed.language, limit=0.9)
+        yield Ranking(file.name, **fields)
+
+
+def read_ranking(parsed: argparse.Namespace) -> AbstractContextManager[Ranking]:
+    """Return a ranking by all texts of a command line, to enter."""
+    return rank_by((text for name in parsed.text for text in read_any(name)), language=parsed.language, limit=0.9)
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from eval.peers.compact import prune_compact
-from eval.vocabulary import add_arguments, list_sizes, read_ranking, read_scored
+from eval.peers.compact import prune_by_plan
+from eval.vocabulary import add_arguments, read_ranking, read_scored
 from struprune_plugin import oneshot
 from struprune_plugin.cli.options import read_changes
 from struprune_plugin.evaluation.scoring import load_checkpoint, measure_bits
@@ -90,10 +90,10 @@ def main() -> None:
             print(f"{way}: {sparsity:.1%} of the linears", show(scores), sep="\n", flush=True)
             del model
         data = make_calibration_dataset(str(ranking.text), tokenizer, parsed.num_samples, parsed.window)
-        result = prune_compact(parsed.model, torch.tensor(data["input_ids"]), find_rest(rare), rare.kept)
-        for _, smaller in list_sizes(result.model, rare, [rare.size]):
-            bits = {n: measure_bits(result.model, smaller, text, parsed.window) for n, text in texts.items()}
-            scores["COMPACT"] = bits, result.seconds
+        model, windows = load_checkpoint(parsed.model, "auto")[0], torch.tensor(data["input_ids"])
+        result = prune_by_plan(model, windows, parsed.share * whole, rare)
+        bits = {n: measure_bits(model, result.tokenizer, text, parsed.window) for n, text in texts.items()}
+        scores["COMPACT"] = bits, result.seconds
         print(show(scores))
 
 

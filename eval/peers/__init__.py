@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,13 @@ class PeerResult:
         against it, and what it only sets to zero is not there in a deployment and so counts as gone
     :param seconds: of the method alone, loading and scoring left out
     :param note: what a reader must know to compare
+    :param tokenizer: of a smaller vocabulary; None where it is whole
+    :param removed_rows: fraction of all parameters of the model that is gone with rows of the vocabulary
     """
 
     model: PreTrainedModel
     removed: float
     seconds: float
     note: str = ""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    removed_rows: float = 0.0

@@ -1,43 +1,68 @@
-"""COMPACT (Kwek and Yin 2025): FFN channels by the squared activations that common tokens give, beside rows of rare tokens."""
+"""COMPACT (Kwek and Yin 2025): rows of rare tokens, and FFN channels by the squared activations that common tokens give."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
+from eval.vocabulary import list_ends, rank_by, take_rows
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import keep_last
-from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.surgery import slice_group
+from struprune_plugin.vocabulary.trim_plan import TrimPlan, check_source, plan_trim
+
+
+def prune_compact(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
+    """Prune a checkpoint with COMPACT: as many parameters as this share of all decoder linears holds, in rows and FFN channels.
+
+    The paper leaves both sizes to its user. Here the vocabulary loses the same share of its rows as every FFN of its channels,
+    and tokens are ranked by how often the calibration windows hold them.
+
+    :param folder: model folder or hub name
+    :param windows: calibration tokens, shape [windows, length], int64
+    :param sparsity: in (0, 1)
+    :raises ValueError: the vocabulary cannot be trimmed, or not so far
+    """
+    model, source = load_checkpoint(folder, "auto")[0], check_source(folder)
+    parameters = sparsity * count_prunable_parameters(model)
+    in_ffns = sum(group.num_units * group.unit_cost for group in find_groups(model, "none"))
+    share = parameters / (in_ffns + source.num_rows * count_row(model))
+    with rank_by(source.loaded.decode(window) for window in windows.tolist()) as ranking:
+        plan = plan_trim(source, replace(ranking, vocabulary=1 - share))
+    return prune_by_plan(model, windows, parameters, plan)
+
+
+def count_row(model: PreTrainedModel) -> int:
+    """Return the parameters of a token's row in embeddings and head, once where these are tied."""
+    return sum(weight.shape[1] for weight in {end.weight for end in list_ends(model)})
 
 
 @torch.no_grad()
-def prune_compact(
-    folder: str, windows: Tensor, sparsity: float, common: Collection[int] | None = None, batch_size: int = 8
+def prune_by_plan(
+    model: PreTrainedModel, windows: Tensor, parameters: float, plan: TrimPlan, batch_size: int = 8
 ) -> PeerResult:
-    """Prune FFN channels of a checkpoint with COMPACT; the rows of the vocabulary are left to the caller.
+    """Prune a loaded model with COMPACT: the rows that a plan takes, then FFN channels until so many parameters are gone.
 
     A channel's score is the sum of its squared activations over the tokens that stay in the vocabulary, in the dense model.
     Every layer loses the same share; weights that stay do not change. Source: arXiv 2509.06836, Algorithm 1, "common act²".
 
-    :param folder: model folder or hub name
-    :param windows: calibration tokens, shape [windows, length], int64
-    :param sparsity: of the parameters of all decoder linears, in [0, 1), all of it from the FFNs
-    :param common: ids of the tokens that count; all where None
+    :param windows: tokens of the whole vocabulary, shape [windows, length], int64
     """
-    model, _ = load_checkpoint(folder, "auto")
     start = time.perf_counter()
-    groups = find_groups(model, "none")
+    groups, whole = find_groups(model, "none"), count_parameters(model)
     num_prunable = count_prunable_parameters(model)
-    kept = keep_evenly(groups, num_prunable, sparsity)
-    counts = torch.ones_like(windows) if common is None else torch.isin(windows, torch.tensor(sorted(common)))
+    in_rows = (plan.source.num_rows - plan.size) * count_row(model)
+    kept = keep_evenly(groups, num_prunable, (parameters - in_rows) / num_prunable)
+    counts = torch.isin(windows, torch.tensor(plan.kept))
     masks = [batch.reshape(-1).double() for batch in counts.split(batch_size)]
     calls = record_calls(model, windows, batch_size)
     hidden = [call.hidden for call in calls]
@@ -54,4 +79,5 @@ def prune_compact(
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])
             slice_group(layer, group, keep)
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
-    return PeerResult(model, removed / num_prunable, time.perf_counter() - start, "rows of rare tokens apart")
+    tokenizer, note = take_rows(model, plan), f"{plan.size:,} of {plan.source.num_rows:,} rows stay"
+    return PeerResult(model, removed / num_prunable, time.perf_counter() - start, note, tokenizer, in_rows / whole)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import shutil
 import sys
 from importlib import import_module
@@ -15,11 +16,14 @@ from helpers.models import ROOT, save_model
 from transformers import AutoTokenizer
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
+from eval.vocabulary import take_rows
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
-from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.scoring import load_checkpoint, measure_perplexity
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
+from struprune_plugin.vocabulary.trim_plan import Ranking, check_source, plan_trim
 
 LOCAL = {  # file of a data folder -> what stands in for it
     "mixed_calibration.jsonl": DEMO_CALIBRATION,
@@ -129,6 +133,36 @@ def test_run_row_prunes_and_scores_by_fields(work):
     row = rows.run_row(methods.SETS["admm"]["FFN by wanda: ADMM"], 0.3, work)
     assert row["removed"] == pytest.approx(0.3, abs=0.005)
     assert row["perplexity"].keys() == work.texts.keys()
+
+
+def test_a_smaller_vocabulary_is_scored_per_token_of_the_whole_one(opt):
+    """By hand, on the dense logits of the tokens that stay: a first token's parts are read, all others' are counted."""
+    (model, tokenizer), (dense, _) = load_checkpoint(str(opt)), load_checkpoint(str(opt))
+    tokens = data.tokenize_texts(tokenizer, data.read_texts(DEMO_TEST), 321)[1:]  # without the token that begins a text
+    assert rows.measure_text(dense, tokenizer, tokens, tokenizer, 32) == measure_perplexity(dense, tokens, 32)
+    plan = plan_trim(check_source(str(opt)), Ranking(DEMO_CALIBRATION, 0.4))
+    smaller, kept = take_rows(model, plan), torch.tensor(plan.kept)
+    total, firsts = 0.0, set()
+    for window in tokens.view(-1, 32).tolist():
+        texts = tokenizer.decode(window[:1]), tokenizer.decode(window[1:])
+        first, rest = (smaller(text, add_special_tokens=False)["input_ids"] for text in texts)
+        firsts.add(len(first))
+        with torch.no_grad():
+            logs = dense(kept[first + rest][None]).logits[0][:, kept].log_softmax(-1)
+        total -= sum(float(logs[len(first) + place - 1, token]) for place, token in enumerate(rest))
+    assert max(firsts) > 1
+    found = rows.measure_text(model, smaller, tokens, tokenizer, 32)
+    assert math.log(found) == pytest.approx(total / (31 * 10), rel=1e-5)
+
+
+def test_a_row_with_fewer_tokens_tells_the_whole_models_share(work, opt):
+    row = rows.run_row(methods.PEERS["COMPACT"], 0.3, dataclasses.replace(work, divergence=True))
+    dense = load_checkpoint(str(opt))[0]
+    base = count_prunable_parameters(dense) / count_parameters(dense)
+    assert row["removed_of_model"] == pytest.approx(0.3 * base, abs=0.002)
+    assert 0 < row["removed"] < 0.9 * 0.3
+    assert row["perplexity"].keys() == work.texts.keys()
+    assert all(map(math.isnan, row["divergence"].values()))
 
 
 def test_shares_of_experts_are_of_their_parameters(texts, tmp_path):

@@ -8,6 +8,8 @@ import torch
 from helpers.families import make_model
 from helpers.models import VOCABULARY, save_model, save_opt
 from helpers.problems import make_problem
+from helpers.tokenizers import make_tokenizer
+from helpers.tokenizers import save_model as save_with_tokenizer
 
 from eval.groups import find_groups
 from eval.peers import flap, modegpt, slicegpt
@@ -18,11 +20,13 @@ from eval.peers.llm_pruner import prune_llm_pruner
 from eval.peers.modegpt import prune_modegpt, prune_without_query_key
 from eval.peers.osscar import prune_osscar, search_swaps
 from eval.peers.slicegpt import find_principal_basis, prune_slicegpt
+from eval.vocabulary import list_ends
 from struprune_plugin.evaluation.scoring import load_checkpoint
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.linalg.elimination import unit_columns
 from struprune_plugin.linalg.second_moments import measure_error
 from struprune_plugin.linalg.solve import solve_kept_weights
-from struprune_plugin.model.layers import count_prunable_parameters, find_decoder_layers
+from struprune_plugin.model.layers import count_parameters, count_prunable_parameters, find_decoder_layers
 from struprune_plugin.model.surgery import mask_group, read_consumer
 
 
@@ -452,18 +456,40 @@ def test_modegpt_refuses_other_families(tmp_path):
 # -- COMPACT -----------------------------------------------------------------------------------------------------------
 
 
-def test_compact_keeps_the_channels_that_common_tokens_use(llama):
-    """Against squared activations of the dense model's second FFN, summed over the common tokens alone; nothing is repaired."""
-    windows, common = make_windows(), {*range(4, 900)}
-    dense = load_checkpoint(llama)[0]
-    result = prune_compact(llama, windows, 0.2, common)
-    assert result.removed == pytest.approx(0.2, abs=0.01)
+@pytest.mark.parametrize("tied", [True, False])
+def test_compact_keeps_frequent_tokens_and_the_channels_that_these_use(tied, tmp_path):
+    """Against squared activations of the dense model's second FFN, summed over the tokens that stay; nothing is repaired."""
+    folder = save_with_tokenizer(
+        tmp_path / "whole", make_tokenizer("byte_level"), intermediate_size=1200, tie_word_embeddings=tied
+    )
+    dense, tokenizer = load_checkpoint(str(folder))
+    windows = torch.tensor(make_calibration_dataset(DEMO_CALIBRATION, tokenizer, 16, 32)["input_ids"][:])
+    result = prune_compact(str(folder), windows, 0.3)
+    base, whole = count_prunable_parameters(dense), count_parameters(dense)
+    gone = whole - count_parameters(result.model)
+    assert result.removed == pytest.approx(1 - count_prunable_parameters(result.model) / base, abs=1e-12)
+    assert result.removed * base + result.removed_rows * whole == pytest.approx(gone, abs=1e-6)
     old, new = (find_decoder_layers(model)[1][1].mlp for model in (dense, result.model))
+    assert gone == pytest.approx(0.3 * base, abs=3 * old.up_proj.in_features), "to the channel"
+    shares = [
+        after.shape[0] / before.shape[0]
+        for before, after in (
+            (old.up_proj.weight, new.up_proj.weight),
+            *((e.weight, f.weight) for e, f in zip(list_ends(dense), list_ends(result.model), strict=True)),
+        )
+    ]
+    assert shares == pytest.approx([shares[0]] * 3, abs=64 / dense.config.vocab_size)
+
+    new_ids = result.tokenizer.get_vocab()
+    kept = sorted(number for token, number in tokenizer.get_vocab().items() if token in new_ids)
+    for before, after in zip(list_ends(dense), list_ends(result.model), strict=True):
+        torch.testing.assert_close(after.weight, before.weight[kept], rtol=0, atol=0)
+    counts = torch.isin(windows, torch.tensor(kept))
+    assert 0.9 < counts.double().mean() < 1
     seen = []
     hook = old.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     compute_logits(dense, windows)
     hook.remove()
-    counts = torch.tensor([[int(token) in common for token in row] for row in windows])
     scores = (seen[0].double().square() * counts[..., None]).sum((0, 1))
     keep = scores.topk(new.down_proj.in_features).indices.sort().values
     torch.testing.assert_close(new.down_proj.weight, old.down_proj.weight[:, keep], rtol=0, atol=0)

@@ -295,11 +295,13 @@ def test_format_quality_compares_peers_at_equal_parameters():
         "dense": row(10.0, 0.0),
         "0.3 | FASP": row(20.0, 0.3),
         "0.3 | SliceGPT": row(14.0, 0.15),
+        "0.3 | COMPACT": {**row(14.0, 0.05), "removed_of_model": 0.12},  # rows of the vocabulary, too
         f"0.3 | {methods.OURS}": row(14.0, 0.3),
     }
     lines = {line.split("  ")[0]: line for line in quality.format_quality(made).splitlines()}
     assert lines[f"0.3 | {methods.OURS}"].split()[-5:] == ["14.00", "4.00", "30.00%", "24.00%", "5.0"]
     assert lines["0.3 | SliceGPT"].split()[-1] == "2.00", "4 where the default has 2 at 15 % removed"
+    assert lines["0.3 | COMPACT"].split()[-1] == "2.00"
     assert lines["0.3 | FASP"].split()[-1] == "2.50"
 
 

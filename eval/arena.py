@@ -44,7 +44,6 @@ from eval.zeroshot import TASKS_FOLDER, identify_tasks
 from struprune_plugin.evaluation.scoring import check_tasks, run_tasks
 from struprune_plugin.evaluation.text import read_texts
 from struprune_plugin.reporting.tables import Table
-from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import shorten_error
 
 TASKS = {  # by what the board's tables call them
@@ -127,11 +126,10 @@ def score_board(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload, board: Board
 ) -> dict[str, Any]:
     """Return perplexity by text, accuracy by task, and what stands in or is left out."""
-    dense = load_tokenizer(work.model)
     most = {name: work.max_tokens or (C4_WINDOWS * work.window if name == "C4" else None) for name in board.texts}
     told: dict[str, Any] = {
         "perplexity": {
-            name: measure_text(model, tokenizer, tokenize(dense, text, most[name]), dense, work.window)
+            name: measure_text(model, tokenizer, tokenize(work.tokenizer, text, most[name]), work)
             for name, text in board.texts.items()
         }
     }

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,6 @@ from struprune_plugin.evaluation.text import make_calibration_dataset, read_text
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
 from struprune_plugin.reporting.tables import measure_weight_bytes
-from struprune_plugin.storage.checkpoint import load_tokenizer
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows
@@ -87,6 +87,11 @@ class Workload:
     tasks: Sequence[str] = ()
     divergence: bool = False
     bits: bool = False
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the model as it is, whose tokens perplexity counts."""
+        return AutoTokenizer.from_pretrained(self.model)
 
     def identify_row(self, row: Row | None = None, sparsity: float = 0.0) -> dict[str, Any]:
         """Return everything that the result of a row depends on, of the dense one where None."""
@@ -199,15 +204,14 @@ def run_row(row: Row, sparsity: float, work: Workload, score: Score | None = Non
     :param score: what is measured in place of :func:`score_all`
     """
     score = score or score_all
-    tokenizer = AutoTokenizer.from_pretrained(work.model)
-    dataset = make_calibration_dataset(work.calibration, tokenizer, row.text * work.num_samples, work.window)
+    dataset = make_calibration_dataset(work.calibration, work.tokenizer, row.text * work.num_samples, work.window)
     if row.peer:
         module, function = row.peer.split(":")
         result = getattr(import_module(module), function)(work.model, torch.tensor(dataset["input_ids"]), sparsity)
         of_model = result.removed * measure_base(work.model, row.of_experts) + result.removed_rows
         told = {"removed": result.removed, "removed_of_model": of_model, "bytes": None}
         told |= {"seconds": result.seconds, "note": result.note}
-        return {**score(result.model.float(), result.tokenizer or tokenizer, work), **told}
+        return {**score(result.model.float(), result.tokenizer or work.tokenizer, work), **told}
     scale = measure_experts(work.model) if row.of_experts else 1.0
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "pruned"
@@ -220,11 +224,11 @@ def run_row(row: Row, sparsity: float, work: Workload, score: Score | None = Non
             "method_seconds": next(stage.seconds for stage in manifest.stages if stage.name == "whole pass"),
         }
         if row.recovery is not None:
-            dataset = make_calibration_dataset(work.recovery, tokenizer, work.recovery_samples, work.window)
+            dataset = make_calibration_dataset(work.recovery, work.tokenizer, work.recovery_samples, work.window)
             pruned, out = out, Path(scratch) / "recovered"
             seconds += _run_stage(str(pruned), LoRARecoveryModifier(**row.recovery), dataset, out)
         told |= {"bytes": measure_weight_bytes(out), "seconds": seconds}
-        return {**score(load_checkpoint(str(out))[0], tokenizer, work), **told}
+        return {**score(load_checkpoint(str(out))[0], work.tokenizer, work), **told}
 
 
 def measure_experts(model: str) -> float:
@@ -263,58 +267,44 @@ def score_dense(work: Workload, score: Score | None = None) -> dict[str, Any]:
 
 
 def score_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Workload) -> dict[str, Any]:
-    """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task.
-
-    :param tokenizer: the model's, which may be smaller than that of the workload's model, whose tokens perplexity counts
-    """
-    dense = load_tokenizer(work.model)
-    texts = {name: read_tokens(source, dense, work) for name, source in work.texts.items()}
-    told: dict[str, Any] = {
-        "perplexity": {n: measure_text(model, tokenizer, text, dense, work.window) for n, text in texts.items()}
-    }
+    """Return what is measured of a model: perplexity by text and, where tasks are asked for, accuracy by task."""
+    texts = {name: read_tokens(source, work.tokenizer, work) for name, source in work.texts.items()}
+    told: dict[str, Any] = {"perplexity": {n: measure_text(model, tokenizer, text, work) for n, text in texts.items()}}
     if work.bits:
         plain = {name: cut_texts(list_texts(source), work.max_tokens) for name, source in work.texts.items()}
         told["bits_per_byte"] = {n: measure_bits(model, tokenizer, part, work.window) for n, part in plain.items()}
     if work.divergence:
-        whole = load_checkpoint(work.model)[0]
-        told["divergence"] = {name: measure_divergence(whole, model, text, work.window) for name, text in texts.items()}
+        dense = load_checkpoint(work.model)[0]
+        told["divergence"] = {name: measure_divergence(dense, model, text, work.window) for name, text in texts.items()}
     return {**told, "zeroshot": score_tasks(model, tokenizer, work.tasks)} if work.tasks else told
 
 
 @torch.no_grad()
-def measure_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: Tensor,
-    dense: PreTrainedTokenizerBase,
-    window: int,
-) -> float:
-    """Return perplexity per token of the dense tokenizer: :func:`measure_perplexity` where the model's is as large.
+def measure_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, work: Workload) -> float:
+    """Return perplexity per token of the workload's model: :func:`measure_perplexity` where a model has as many.
 
-    Else a model with a smaller vocabulary reads the text of the same windows, one by one, in its own tokens. The nats of all
-    text behind a window's first token are divided by the predictions that the whole vocabulary makes there.
+    A smaller vocabulary reads the text of the same windows, one by one. The nats of all text behind a window's first token are
+    divided by the whole vocabulary's tokens there.
 
-    :param tokens: of the dense tokenizer, shape [tokens], int64
+    :param tokens: of the whole vocabulary, shape [tokens], int64
     :raises ValueError: as :func:`measure_perplexity`; such a window takes more tokens than the model has positions
     """
-    if len(tokenizer) == len(dense):
-        return measure_perplexity(model, tokens, window)
-    total, windows = 0.0, tokens.unfold(0, window, window)
+    if len(tokenizer) == len(work.tokenizer):
+        return measure_perplexity(model, tokens, work.window)
+    total, windows = 0.0, tokens.unfold(0, work.window, work.window)
     for ids in windows.tolist():
-        texts = (dense.decode(part, clean_up_tokenization_spaces=False) for part in (ids[:1], ids[1:]))
+        texts = (work.tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in (ids[:1], ids[1:]))
         first, rest = (torch.tensor(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts)
         read = torch.cat([first, rest]).to(model.device)
         check_windows(read, len(read), model.config)
         logits = model(input_ids=read[None], use_cache=False).logits[0, len(first) - 1 : -1].float()
-        losses = torch.nn.functional.cross_entropy(logits, read[len(first) :], reduction="none")
-        total += float(losses.double().sum())
+        total += float(torch.nn.functional.cross_entropy(logits, read[len(first) :], reduction="none").double().sum())
     return math.exp(total / windows[:, 1:].numel())
 
 
 @torch.no_grad()
 def measure_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor, window: int) -> float:
-    """Return KL(dense ‖ model) in nats, mean over the predictions of windows that are read one by one; NaN where the model has
-    fewer tokens, and so no such divergence."""
+    """Return KL(dense ‖ model) in nats, mean over the predictions of windows read one by one; NaN between vocabularies."""
     if len(model.get_input_embeddings().weight) < len(dense.get_input_embeddings().weight):
         return math.nan
     total, windows = 0.0, tokens.unfold(0, window, window)

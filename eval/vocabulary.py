@@ -48,33 +48,21 @@ def measure_bytes(texts: list[str]) -> int:
     return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
-def list_ends(model: PreTrainedModel) -> list[Any]:
-    """Return the modules of a model that have a row per token: embeddings and head, whose weights may be the same."""
-    return [model.get_input_embeddings(), model.get_output_embeddings()]
+def list_weights(model: PreTrainedModel) -> list[Any]:
+    """Return the weights of a model's embeddings and head, which may be the same."""
+    return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-def take_rows(model: PreTrainedModel, plan: TrimPlan) -> PreTrainedTokenizerFast:
-    """Leave a whole model in memory the rows of a plan alone; return the tokenizer of these."""
-    ends, loaded, kept = list_ends(model), plan.source.loaded, plan.kept
-    rows = torch.tensor([number for number in kept if number < plan.source.num_rows])
-    weights = {end.weight: nn.Parameter(end.weight[rows.to(end.weight.device)]) for end in ends}
-    for end in ends:
-        end.weight = weights[end.weight]
-    ends[0].padding_idx = None  # of the whole vocabulary
-    smaller = plan.source.tokenizer.make_smaller({old: new for new, old in enumerate(kept)})
+def take_rows(model: PreTrainedModel, plan: TrimPlan, whole: list[Any]) -> PreTrainedTokenizerFast:
+    """Leave a model in memory a plan's rows of its whole weights; return the tokenizer of these."""
+    embeddings, head, loaded = model.get_input_embeddings(), model.get_output_embeddings(), plan.source.loaded
+    rows = torch.tensor([number for number in plan.kept if number < plan.source.num_rows])
+    weights = {weight: nn.Parameter(weight[rows.to(weight.device)]) for weight in whole}
+    embeddings.weight, head.weight = (weights[weight] for weight in whole)
+    embeddings.padding_idx = None  # of the whole vocabulary
+    smaller = plan.source.tokenizer.make_smaller({old: new for new, old in enumerate(plan.kept)})
     names = {"bos_token": loaded.bos_token, "eos_token": loaded.eos_token}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(smaller), **names)
-
-
-def list_sizes(
-    model: PreTrainedModel, plan: TrimPlan, sizes: list[int]
-) -> Iterator[tuple[int, PreTrainedTokenizerFast]]:
-    """Yield sizes with the tokenizer of each, while the model has these rows alone."""
-    whole = [end.weight for end in list_ends(model)]
-    for size in sizes:
-        yield size, take_rows(model, replace(plan, size=size))
-        for end, weight in zip(list_ends(model), whole, strict=True):
-            end.weight = weight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +116,9 @@ def main() -> None:
     print(scores, flush=True)
     sizes = [float(size) for size in parsed.sizes.split(",")]
     rounded = [round((size * source.num_rows if size < 1 else size) / 64) * 64 for size in sizes]
-    for size, smaller in list_sizes(model, plan, rounded):
+    whole = list_weights(model)
+    for size in rounded:
+        smaller = take_rows(model, replace(plan, size=size), whole)
         scores[size] = {name: measure_bits(model, smaller, text, parsed.window) for name, text in texts.items()}
         print(size, scores[size], flush=True)
     print(show(plan, scores))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from eval.groups import find_groups, keep_evenly
 from eval.peers import PeerResult
 from eval.peers.calibration import record_calls, run_again
-from eval.vocabulary import list_ends, rank_by, take_rows
+from eval.vocabulary import list_weights, rank_by, take_rows
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.layerwise.capture import record
 from struprune_plugin.linalg.elimination import keep_last
@@ -34,22 +34,15 @@ def prune_compact(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     """
     model, source = load_checkpoint(folder, "auto")[0], check_source(folder)
     parameters = sparsity * count_prunable_parameters(model)
+    in_rows = sum(weight.numel() for weight in {*list_weights(model)})  # once where they are tied
     in_ffns = sum(group.num_units * group.unit_cost for group in find_groups(model, "none"))
-    share = parameters / (in_ffns + source.num_rows * count_row(model))
     with rank_by(source.loaded.decode(window) for window in windows.tolist()) as ranking:
-        plan = plan_trim(source, replace(ranking, vocabulary=1 - share))
+        plan = plan_trim(source, replace(ranking, vocabulary=1 - parameters / (in_rows + in_ffns)))
     return prune_by_plan(model, windows, parameters, plan)
 
 
-def count_row(model: PreTrainedModel) -> int:
-    """Return the parameters of a token's row in embeddings and head, once where these are tied."""
-    return sum(weight.shape[1] for weight in {end.weight for end in list_ends(model)})
-
-
 @torch.no_grad()
-def prune_by_plan(
-    model: PreTrainedModel, windows: Tensor, parameters: float, plan: TrimPlan, batch_size: int = 8
-) -> PeerResult:
+def prune_by_plan(model: PreTrainedModel, windows: Tensor, parameters: float, plan: TrimPlan) -> PeerResult:
     """Prune a loaded model with COMPACT: the rows that a plan takes, then FFN channels until so many parameters are gone.
 
     A channel's score is the sum of its squared activations over the tokens that stay in the vocabulary, in the dense model.
@@ -60,12 +53,16 @@ def prune_by_plan(
     start = time.perf_counter()
     groups, whole = find_groups(model, "none"), count_parameters(model)
     num_prunable = count_prunable_parameters(model)
-    in_rows = (plan.source.num_rows - plan.size) * count_row(model)
+    calls = record_calls(model, windows)
+    hidden = [call.hidden for call in calls]
+    tokenizer, note = (
+        take_rows(model, plan, list_weights(model)),
+        f"{plan.size:,} of {plan.source.num_rows:,} rows stay",
+    )
+    in_rows = whole - count_parameters(model)
     kept = keep_evenly(groups, num_prunable, (parameters - in_rows) / num_prunable)
     counts = torch.isin(windows, torch.tensor(plan.kept))
-    masks = [batch.reshape(-1).double() for batch in counts.split(batch_size)]
-    calls = record_calls(model, windows, batch_size)
-    hidden = [call.hidden for call in calls]
+    masks = [batch.reshape(-1).double() for batch in counts.split(len(hidden[0]))]
     for name, layer in find_decoder_layers(model):
         members = [group for group in groups if group.layer_name == name]
         scores = {group.name: torch.zeros(group.num_units, dtype=torch.float64) for group in members}
@@ -79,5 +76,4 @@ def prune_by_plan(
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])
             slice_group(layer, group, keep)
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
-    tokenizer, note = take_rows(model, plan), f"{plan.size:,} of {plan.source.num_rows:,} rows stay"
     return PeerResult(model, removed / num_prunable, time.perf_counter() - start, note, tokenizer, in_rows / whole)

@@ -16,7 +16,7 @@ from helpers.models import ROOT, save_model
 from transformers import AutoTokenizer
 
 from eval import ledger, memory, methods, paper_sizes, paper_tables, quality, rows, zeroshot
-from eval.vocabulary import take_rows
+from eval.vocabulary import list_weights, take_rows
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier
 from struprune_plugin.entrypoint import load_recipe
 from struprune_plugin.evaluation import text as data
@@ -135,13 +135,13 @@ def test_run_row_prunes_and_scores_by_fields(work):
     assert row["perplexity"].keys() == work.texts.keys()
 
 
-def test_a_smaller_vocabulary_is_scored_per_token_of_the_whole_one(opt):
+def test_a_smaller_vocabulary_is_scored_per_token_of_the_whole_one(work, opt):
     """By hand, on the dense logits of the tokens that stay: a first token's parts are read, all others' are counted."""
     (model, tokenizer), (dense, _) = load_checkpoint(str(opt)), load_checkpoint(str(opt))
     tokens = data.tokenize_texts(tokenizer, data.read_texts(DEMO_TEST), 321)[1:]  # without the token that begins a text
-    assert rows.measure_text(dense, tokenizer, tokens, tokenizer, 32) == measure_perplexity(dense, tokens, 32)
+    assert rows.measure_text(dense, tokenizer, tokens, work) == measure_perplexity(dense, tokens, 32)
     plan = plan_trim(check_source(str(opt)), Ranking(DEMO_CALIBRATION, 0.4))
-    smaller, kept = take_rows(model, plan), torch.tensor(plan.kept)
+    smaller, kept = take_rows(model, plan, list_weights(model)), torch.tensor(plan.kept)
     total, firsts = 0.0, set()
     for window in tokens.view(-1, 32).tolist():
         texts = tokenizer.decode(window[:1]), tokenizer.decode(window[1:])
@@ -151,7 +151,7 @@ def test_a_smaller_vocabulary_is_scored_per_token_of_the_whole_one(opt):
             logs = dense(kept[first + rest][None]).logits[0][:, kept].log_softmax(-1)
         total -= sum(float(logs[len(first) + place - 1, token]) for place, token in enumerate(rest))
     assert max(firsts) > 1
-    found = rows.measure_text(model, smaller, tokens, tokenizer, 32)
+    found = rows.measure_text(model, smaller, tokens, work)
     assert math.log(found) == pytest.approx(total / (31 * 10), rel=1e-5)
 
 

@@ -20,7 +20,7 @@ from eval.peers.llm_pruner import prune_llm_pruner
 from eval.peers.modegpt import prune_modegpt, prune_without_query_key
 from eval.peers.osscar import prune_osscar, search_swaps
 from eval.peers.slicegpt import find_principal_basis, prune_slicegpt
-from eval.vocabulary import list_ends
+from eval.vocabulary import list_weights
 from struprune_plugin.evaluation.scoring import load_checkpoint
 from struprune_plugin.evaluation.text import DEMO_CALIBRATION, make_calibration_dataset
 from struprune_plugin.linalg.elimination import unit_columns
@@ -475,15 +475,15 @@ def test_compact_keeps_frequent_tokens_and_the_channels_that_these_use(tied, tmp
         after.shape[0] / before.shape[0]
         for before, after in (
             (old.up_proj.weight, new.up_proj.weight),
-            *((e.weight, f.weight) for e, f in zip(list_ends(dense), list_ends(result.model), strict=True)),
+            *zip(list_weights(dense), list_weights(result.model), strict=True),
         )
     ]
     assert shares == pytest.approx([shares[0]] * 3, abs=64 / dense.config.vocab_size)
 
     new_ids = result.tokenizer.get_vocab()
     kept = sorted(number for token, number in tokenizer.get_vocab().items() if token in new_ids)
-    for before, after in zip(list_ends(dense), list_ends(result.model), strict=True):
-        torch.testing.assert_close(after.weight, before.weight[kept], rtol=0, atol=0)
+    for before, after in zip(list_weights(dense), list_weights(result.model), strict=True):
+        torch.testing.assert_close(after, before[kept], rtol=0, atol=0)
     counts = torch.isin(windows, torch.tensor(kept))
     assert 0.9 < counts.double().mean() < 1
     seen = []

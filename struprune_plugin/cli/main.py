@@ -315,7 +315,7 @@ def sweep(
     opt.prepare(screen, [model], recipe)
     from struprune_plugin.entrypoint import oneshot
     from struprune_plugin.evaluation.scores import Scoring, format_scores, make_scorer
-    from struprune_plugin.evaluation.sweep import DENSE, draw_sweep, pick_point, run_points
+    from struprune_plugin.evaluation.sweep import DENSE, digest_files, draw_sweep, pick_point, run_points
     from struprune_plugin.evaluation.text import DEMO_TEST
 
     windows = opt.choose_windows(model, trust_remote_code, num_samples, seq_length, changes)
@@ -324,7 +324,7 @@ def sweep(
     source, column = text or DEMO_TEST, text_column if text else "text"
     asked = Scoring(source, column, window, max_tokens, trust_remote_code, window_bos=not no_window_bos)
     identity = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes}
-    identity |= {"run": run, "scoring": asdict(asked)}
+    identity |= {"run": run, "scoring": asdict(asked), "content": digest_files(model, run["dataset"], source)}
 
     def run_point(share: float, out: Path) -> None:
         oneshot(model, recipe, out, overwrite=out.exists(), changes={**changes, "sparsity": share}, **run)

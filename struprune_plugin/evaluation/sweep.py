@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from struprune_plugin.evaluation.scores import Score
 from struprune_plugin.storage.files import is_empty, write_whole
+from struprune_plugin.storage.manifest import MANIFEST_NAME
 
 FILE_NAME, DENSE = "sweep.json", "dense"
 
@@ -33,6 +35,7 @@ def run_points(
     """
     settings = json.loads(json.dumps(settings, default=str))
     scores = _read_scores(folder, settings)
+    scores = {name: score for name, score in scores.items() if name == DENSE or (folder / name).exists()}
     folder.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
@@ -52,6 +55,17 @@ def run_points(
         scores[name] = score(settings["model"] if name == DENSE else str(folder / name))
         save()
     return {name: scores[name] for name in (DENSE, *points) if name in scores}, refused
+
+
+def digest_files(model: str, *texts: str | Path) -> str:
+    """Return a digest of the weights, tokenizer and configuration in a model's folder, and of files of text."""
+    digest, inside = hashlib.sha256(), sorted(Path(model).glob("*"))
+    kinds = ".safetensors", ".json", ".model"
+    for file in [*(each for each in inside if each.suffix in kinds and each.name != MANIFEST_NAME), *map(Path, texts)]:
+        if file.is_file():  # else it is on the hub
+            with open(file, "rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:

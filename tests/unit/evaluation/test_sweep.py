@@ -8,6 +8,7 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.options import read_pick, read_sparsities
 from struprune_plugin.evaluation import sweep as sweeping
 from struprune_plugin.evaluation.sweep import pick_point
+from struprune_plugin.evaluation.text import DEMO_TEST
 from struprune_plugin.recipes.shipped import find_recipe
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
@@ -55,12 +56,16 @@ def test_a_sweep_that_was_killed_goes_on(tmp_path):
             done.append("killed")
             raise KeyboardInterrupt
         done.append(out.name)
+        out.mkdir()
 
     with pytest.raises(KeyboardInterrupt):
         sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
     found, _ = sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
     assert done == ["0.2", "killed", "0.4"]
     assert [*found] == ["dense", "0.2", "0.4"]
+    (tmp_path / "s" / "0.2").rmdir()
+    sweeping.run_points(tmp_path / "s", {"model": "m"}, [0.2, 0.4], prune, lambda _: dict(scores))
+    assert done == ["0.2", "killed", "0.4", "0.2"], "a point whose model is gone is no model to pick"
 
 
 def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
@@ -149,6 +154,12 @@ def test_another_sweep_and_another_recipe_under_the_same_name_are_not_mixed_in(o
     assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 0
     assert run(opt, tmp_path / "sweep", *words, "--seed", "5", sparsities="0.2") == 2
     assert "holds a sweep with another run" in capsys.readouterr().err
+    text = tmp_path / "text.jsonl"
+    text.write_bytes(DEMO_TEST.read_bytes())
+    assert run(opt, tmp_path / "other", "--text", str(text), sparsities="0.2") == 0
+    text.write_bytes(DEMO_TEST.read_bytes() + b'{"text": "more"}\n')
+    assert run(opt, tmp_path / "other", "--text", str(text), sparsities="0.3") == 2
+    assert "holds a sweep with another content" in capsys.readouterr().err
     recipe.write_text(recipe.read_text() + "\n# changed\n")
     assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 2
     assert "holds a sweep with another recipe" in capsys.readouterr().err

@@ -119,9 +119,10 @@ class _Remaining:
 
     def _measure_costs(self) -> Tensor:
         """Return what every unit held costs by itself, shape [linears, units]."""
-        parts = self._weight[:, :-1].unflatten(1, (-1, self._width))
         if self._width == 1:
-            return parts.square().sum((2, 3)) / self._inverse.diagonal(dim1=1, dim2=2)[:, :-1]
+            energy = torch.linalg.vector_norm(self._weight[:, :-1], dim=2).square()
+            return energy / self._inverse.diagonal(dim1=1, dim2=2)[:, :-1]
+        parts = self._weight[:, :-1].unflatten(1, (-1, self._width))
         within = self._inverse[:, :-1, :-1].unflatten(2, (-1, self._width)).unflatten(1, (-1, self._width))
         within = within.diagonal(dim1=1, dim2=3).movedim(3, 1)
         return torch.linalg.solve_ex(within, parts @ parts.mT).result.diagonal(dim1=2, dim2=3).sum(2)

@@ -247,8 +247,9 @@ def reproduce_weight(moments: SecondMoments, weight: Tensor) -> SecondMoments:
 
     :param weight: shape [..., d, n + 1], bias last
     """
-    cross = weight.to(moments.gram.dtype) @ moments.gram
-    return replace(moments, cross=cross, target_energy=(cross * weight).sum((-2, -1)))
+    weight = weight.to(moments.gram.dtype)
+    cross = weight @ moments.gram
+    return replace(moments, cross=cross, target_energy=(cross * weight).sum((-2, -1), dtype=torch.float64))
 
 
 def select_inputs(moments: SecondMoments, columns: Tensor) -> SecondMoments:
@@ -298,14 +299,14 @@ def measure_error(moments: SecondMoments, weight: Tensor, columns: Tensor | None
 
     ``||Y - W P||^2 = tr(Y Y^T) - 2 tr(W C^T) + tr(W H W^T)``, at least 0, shape [...]. Source: method.md section 2.
 
-    :param weight: shape [..., d, k + 1], bias last, float64
+    :param weight: shape [..., d, k + 1], bias last; products are in the dtype of the moments
     :param columns: inputs that the weight reads, shape [..., k]; all n where None
     """
     if columns is not None:
         moments = select_inputs(moments, columns)
-    gram, cross = moments.gram.double(), moments.cross.double()
-    error = moments.target_energy - 2 * (weight * cross).sum((-2, -1)) + (weight * (weight @ gram)).sum((-2, -1))
-    return error.clamp(min=0)
+    weight = weight.to(moments.gram.dtype)
+    explained = (weight * (2 * moments.cross - weight @ moments.gram)).sum((-2, -1), dtype=torch.float64)
+    return (moments.target_energy - explained).clamp(min=0)
 
 
 def with_bias_index(columns: Tensor, bias_index: int) -> Tensor:

@@ -29,7 +29,8 @@ from struprune_plugin.linalg.ties import argmin_with_ties
 MAX_CONDITION = 1e12  # beyond it a float64 solve keeps fewer than four digits
 DAMPENING = 0.01  # where none is chosen
 _EVEN = 1e-6  # share of the target's energy: smaller differences are rounding of float32 sums, or irrelevant
-_SMALL = 1024  # inputs up to which a system counts as small
+_EXACT = 256  # inputs up to which systems are solved in float64 alone
+_SMALL = 1024  # inputs up to which several systems are solved in one call
 _INEXACT = 0.01  # relative residual of a probe that a float32 factor may leave
 _DIRECTIONS = 64  # random directions of the outputs for held-out errors, where there are many more outputs
 _DAMPENINGS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # candidates
@@ -77,8 +78,14 @@ def weigh_outputs(damped: SecondMoments, root: Tensor) -> SecondMoments:
 
     :param root: R, shape [d, d], float64
     """
-    unknown = torch.full_like(damped.target_energy, torch.nan)
-    return replace(damped, cross=root @ damped.cross, target_energy=unknown)
+    dtype = _take_fast(damped.gram)
+    unknown, weighed = torch.full_like(damped.target_energy, torch.nan), root.to(dtype) @ damped.cross.to(dtype)
+    return replace(damped, cross=weighed.double(), target_energy=unknown)
+
+
+def _take_fast(systems: Tensor) -> torch.dtype:
+    """Return the dtype in which choices on systems of this size are computed first."""
+    return torch.float32 if systems.shape[-1] > _EXACT else torch.float64
 
 
 def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> tuple[Tensor, Tensor]:
@@ -153,7 +160,7 @@ def choose_dampening(
         some = _draw(_DIRECTIONS, dense.shape[1], dense.device) / _DIRECTIONS**0.5
         rest, held = (replace(part, cross=some @ part.cross) for part in (rest, held))
         dense = some @ dense
-    if rest.gram.shape[-1] > _SMALL:
+    if rest.gram.shape[-1] > _EXACT:
         single = [replace(part, gram=part.gram.float(), cross=part.cross.float()) for part in (rest, held)]
         with suppress(ValueError):  # float32 cannot resolve a small dampening
             return _search_dampening(single[0], single[1], dense.float(), scale)
@@ -249,7 +256,7 @@ def factorize_fast(system: Tensor, where: Where) -> Tensor:
 
     :raises ValueError: it is singular
     """
-    if system.shape[-1] > _SMALL:
+    if system.shape[-1] > _EXACT:
         with suppress(ValueError):
             factor = factorize_in_place(system.float(), where)
             probe = _draw(system.shape[-1], 1, system.device)

@@ -308,7 +308,7 @@ def test_many_units_are_eliminated_in_float32_as_well_as_in_float64(monkeypatch)
     fast = eliminate_units(damped, 1, "fc2", num_remove=700)
     solved = dict(solve_nested_weights(damped, fast.order, 1, [400], "fc2"))[400]
     assert solve.factorize_fast(damped.gram, "fc2").dtype == torch.float32
-    monkeypatch.setattr(solve, "_SMALL", 2000)
+    monkeypatch.setattr(solve, "_EXACT", 2000)
     exact = eliminate_units(damped, 1, "fc2", num_remove=700)
     columns = [keep_last(found.order, 1100, 400) for found in (fast, exact)]
     errors = [measure_error(damped, solve_kept_weights(damped, part, "fc2")[0], part) for part in columns]

@@ -90,10 +90,14 @@ class RecoveryConfig(BaseModel):
 def match_linears(model: nn.Module, adapters: Adapters) -> list[str]:
     """Return the full names of the decoder layers' linears that get adapters.
 
-    :raises ValueError: a target that matches nothing
+    :raises ValueError: a target that matches nothing, or a model without such linears
     """
     layers = zip(find_decoder_layers(model), find_layouts(model), strict=True)
     names = [f"{name}.{linear}" for (name, _), (_, layout) in layers for linear in layout.list_linears()]
+    if not names:
+        raise ValueError(
+            "LoRARecoveryModifier: the model must have attention or FFNs that hold units, got none. Remove the stage."
+        )
     chosen = set(names) if adapters.targets is None else set()
     for target in adapters.targets or ():
         matching = {name for name in names if match_name(name, target) or f".{name}".endswith(f".{target}")}

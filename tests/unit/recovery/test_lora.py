@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.account import CountedContext
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.layers import find_decoder_layers, find_layouts
 from struprune_plugin.recipes.load import load_recipe
+from struprune_plugin.recovery import training
 from struprune_plugin.recovery.training import (
     Adapters,
     AdapterTraining,
@@ -155,6 +157,17 @@ def test_match_linears_reads_every_way_to_name_one(targets, count, first):
     names = match_linears(make_opt(), Adapters(targets=targets))
     assert len(names) == len(set(names)) == count
     assert names[0] == first
+
+
+def test_a_model_without_such_linears_is_refused_before_any_work(opt, monkeypatch):
+    """As Zamba 2, whose layers share their attention and FFNs: its mixers get no adapters."""
+
+    def find_none(model):
+        return [(layer, replace(layout, units=())) for layer, layout in find_layouts(model)]
+
+    monkeypatch.setattr(training, "find_layouts", find_none)
+    with pytest.raises(ValueError, match="must have attention or FFNs that hold units"):
+        run_oneshot(str(opt), LoRARecoveryModifier())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

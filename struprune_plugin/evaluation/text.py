@@ -318,7 +318,7 @@ def _tokenize_chats(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length
     if all(isinstance(row, str) for row in rows):
         alone = dataset.select_columns(column)  # llm-compressor prefers one of the name text
         return alone if column in ("text", text_column) else alone.rename_column(column, "text")
-    ids = [tokenizer(text)["input_ids"][:length] for text in texts]
+    ids = [tokenizer(text, verbose=False)["input_ids"][:length] for text in texts]
     return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 

@@ -141,7 +141,10 @@ def _check_tokenizer(plan: TrimPlan, folder: Path, new_ids: dict[int, int]) -> N
     wrong = [token for token, number in wanted.items() if ids.get(token) not in (number, None)]
     wrong += [*(ids.keys() ^ wanted.keys())]
     for text in () if wrong else plan.held_out:
-        decoded = [each.decode(each(text, add_special_tokens=False).input_ids) for each in (source.loaded, written)]
+        decoded = [
+            each.decode(each(text, add_special_tokens=False, verbose=False).input_ids)
+            for each in (source.loaded, written)
+        ]
         wrong += [decoded[1]] if decoded[0] != decoded[1] else []
     if wrong:
         raise ValueError(

@@ -125,7 +125,8 @@ class _Remaining:
         parts = self._weight[:, :-1].unflatten(1, (-1, self._width))
         within = self._inverse[:, :-1, :-1].unflatten(2, (-1, self._width)).unflatten(1, (-1, self._width))
         within = within.diagonal(dim1=1, dim2=3).movedim(3, 1)
-        return torch.linalg.solve_ex(within, parts @ parts.mT).result.diagonal(dim1=2, dim2=3).sum(2)
+        root = torch.linalg.cholesky_ex(within).L  # MKL's threads fail at an LU of such blocks in float32
+        return torch.linalg.solve_triangular(root, parts, upper=False).square().sum((2, 3))
 
     def _round(self, costs: Tensor) -> Tensor:
         """Return costs without what is rounding, so that equal ones tie."""

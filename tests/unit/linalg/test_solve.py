@@ -338,3 +338,18 @@ def test_a_few_directions_of_many_outputs_choose_the_same_dampening(noise, monke
     few = choose_one(moments, held, dense, columns)
     monkeypatch.setattr(solve, "_DIRECTIONS", 300)
     assert few == choose_one(moments, held, dense, columns)
+
+
+def test_wide_units_are_eliminated_by_two_threads():
+    """MKL's float32 LU of such blocks fails with several threads."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, weight = (torch.randn(rows, 576, generator=generator, dtype=torch.float64) for rows in (900, 576))
+    damped = damp_moments(gather(inputs, inputs @ weight.T, 300), append_bias(weight, None), 0.01)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ranked = eliminate_units(damped, 192, "o_proj")
+    finally:
+        torch.set_num_threads(before)
+    assert ranked.scores.isfinite().all()
+    assert sorted(ranked.order.tolist()) == [0, 1, 2]

@@ -55,10 +55,7 @@ def prune_by_plan(model: PreTrainedModel, windows: Tensor, parameters: float, pl
     num_prunable = count_prunable_parameters(model)
     calls = record_calls(model, windows)
     hidden = [call.hidden for call in calls]
-    tokenizer, note = (
-        take_rows(model, plan, list_weights(model)),
-        f"{plan.size:,} of {plan.source.num_rows:,} rows stay",
-    )
+    tokenizer = take_rows(model, plan, list_weights(model))
     in_rows = whole - count_parameters(model)
     kept = keep_evenly(groups, num_prunable, (parameters - in_rows) / num_prunable)
     counts = torch.isin(windows, torch.tensor(plan.kept))
@@ -76,4 +73,5 @@ def prune_by_plan(model: PreTrainedModel, windows: Tensor, parameters: float, pl
             keep = keep_last(scores[group.name].argsort(stable=True), group.num_units, kept[group.name])
             slice_group(layer, group, keep)
     removed = sum((g.num_units - kept[g.name]) * g.unit_cost for g in groups)
-    return PeerResult(model, removed / num_prunable, time.perf_counter() - start, note, tokenizer, in_rows / whole)
+    seconds, note = time.perf_counter() - start, f"{plan.size:,} of {plan.source.num_rows:,} rows stay"
+    return PeerResult(model, removed / num_prunable, seconds, note, tokenizer, in_rows / whole)

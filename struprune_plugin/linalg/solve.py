@@ -78,14 +78,9 @@ def weigh_outputs(damped: SecondMoments, root: Tensor) -> SecondMoments:
 
     :param root: R, shape [d, d], float64
     """
-    dtype = _choose_dtype(damped.gram)
-    unknown, weighed = torch.full_like(damped.target_energy, torch.nan), root.to(dtype) @ damped.cross.to(dtype)
-    return replace(damped, cross=weighed.double(), target_energy=unknown)
-
-
-def _choose_dtype(systems: Tensor) -> torch.dtype:
-    """Return the dtype in which choices on systems of this size are computed first."""
-    return torch.float32 if systems.shape[-1] > _EXACT else torch.float64
+    dtype = torch.float32 if damped.gram.shape[-1] > _EXACT else torch.float64
+    weighed = (root.to(dtype) @ damped.cross.to(dtype)).double()
+    return replace(damped, cross=weighed, target_energy=torch.full_like(damped.target_energy, torch.nan))
 
 
 def solve_kept_weights(damped: SecondMoments, columns: Tensor, where: Where) -> tuple[Tensor, Tensor]:

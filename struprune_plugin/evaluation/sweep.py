@@ -83,7 +83,7 @@ def _read_scores(folder: Path, settings: Mapping[str, Any]) -> dict[str, Score]:
         scores = dict(record["scores"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--output: {file} must be a sweep's record, it is damaged ({error!r}). Remove it.") from None
-    if changed and scores:
+    if changed and (scores or any(path.is_dir() for path in folder.iterdir())):  # a point that has no score yet
         raise ValueError(
             f"--output: {folder} holds a sweep with another {', '.join(changed)}, which cannot be continued. Choose another folder."
         )

@@ -68,6 +68,18 @@ def test_a_sweep_that_was_killed_goes_on(tmp_path):
     assert done == ["0.2", "killed", "0.4", "0.2"], "a point whose model is gone is no model to pick"
 
 
+def test_a_point_without_a_score_is_left_to_its_own_sweep(tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    points = [0.2], lambda _, out: out.mkdir(exist_ok=True)
+    with pytest.raises(KeyboardInterrupt):
+        sweeping.run_points(tmp_path / "s", {"model": "m"}, *points, interrupt)
+    with pytest.raises(ValueError, match="holds a sweep with another model, which cannot be continued"):
+        sweeping.run_points(tmp_path / "s", {"model": "n"}, *points, lambda _: {"parameters": 5, "perplexity": 2.0})
+    assert (tmp_path / "s" / "0.2").is_dir()
+
+
 def test_a_folder_of_something_else_is_left_alone(opt, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert run(opt, tmp_path) == 2

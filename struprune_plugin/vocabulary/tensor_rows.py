@@ -145,6 +145,23 @@ def match_rows(stored: Mapping[str, Stored], known: Mapping[str, bool], rows: in
     return with_rows
 
 
+def find_copies(folder: Path, stored: Mapping[str, Stored], rows: Sequence[str]) -> list[str]:
+    """Return the names of tensors that equal another one to the bit: of tied weights that a folder stores twice.
+
+    :param rows: names of the tensors that are compared
+    """
+
+    def is_equal(name: str, other: str) -> bool:
+        one, two = stored[name], stored[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        first, second = (np.memmap(folder / each.file, np.uint8, "r", each.start, each.size) for each in (one, two))
+        pieces = (slice(start, start + _CHUNK) for start in range(0, one.size, _CHUNK))
+        return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
+
+    return [name for place, name in enumerate(rows) if any(is_equal(name, other) for other in rows[:place])]
+
+
 def copy_tensors(
     source: Path, target: Path, stored: Mapping[str, Stored], rows: Sequence[str], kept: Sequence[int]
 ) -> None:

@@ -28,7 +28,7 @@ from struprune_plugin.vocabulary.ranking_text import (
     read_words,
     split_texts,
 )
-from struprune_plugin.vocabulary.tensor_rows import Stored, find_row_tensors, match_rows, read_headers
+from struprune_plugin.vocabulary.tensor_rows import Stored, find_copies, find_row_tensors, match_rows, read_headers
 from struprune_plugin.vocabulary.token_ids import change_sizes, list_named, read_settings, resize_config
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson, read_tokenizer_json
 
@@ -75,6 +75,7 @@ class Source:
 
     :param settings: contents of the configuration files by name
     :param rows: names of the tensors with a row per token
+    :param copies: names of those that are tied to another, which is stored, too
     :param fixed: ids that stay
     :param dropped: ids of reserved tokens that go
     """
@@ -87,13 +88,14 @@ class Source:
     settings: dict[str, dict[str, Any]]
     stored: dict[str, Stored]
     rows: list[str]
+    copies: list[str]
     fixed: set[int]
     dropped: set[int]
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, as stored."""
-        return sum(tensor.count for tensor in self.stored.values())
+        """Number of parameters, as stored; tied ones count once."""
+        return sum(tensor.count for name, tensor in self.stored.items() if name not in self.copies)
 
     @property
     def base(self) -> str:
@@ -129,7 +131,7 @@ class TrimPlan:
 
     @property
     def num_removed(self) -> int:
-        """Number of parameters that go, as stored."""
+        """Number of parameters that go, as stored; tied ones count once."""
         return self.source.num_parameters - self.estimate(self.size).parameters
 
     def resize(self, config: PretrainedConfig) -> PretrainedConfig:
@@ -141,7 +143,8 @@ class TrimPlan:
     def estimate(self, size: int) -> CurvePoint:
         """Return what a size is estimated to cost."""
         stored, gone = self.source.stored, self.num_tokens - size
-        row = sum(stored[name].count // stored[name].shape[0] for name in self.source.rows)
+        rows = [name for name in self.source.rows if name not in self.source.copies]
+        row = sum(stored[name].count // stored[name].shape[0] for name in rows)
         more = self.growth[gone - 1] if gone > 0 else 0.0
         return CurvePoint(size, self.source.num_parameters - row * (self.source.num_rows - size), more)
 
@@ -152,7 +155,7 @@ class TrimPlan:
 
 
 def check_source(model: str, reserved: str = "keep", trusts: bool = False, revision: str = "main") -> Source:
-    """Return a model whose vocabulary can be trimmed; reads no weights and runs tiny instances of its class alone.
+    """Return a model whose vocabulary can be trimmed; runs tiny instances of its class, and reads no weights but tied ones.
 
     :param model: a folder or hub name
     :param reserved: as in :class:`Ranking`
@@ -164,6 +167,9 @@ def check_source(model: str, reserved: str = "keep", trusts: bool = False, revis
     change_sizes(settings["config.json"], num_rows, int)  # raises
     stored = read_headers(folder)
     rows = match_rows(stored, find_row_tensors(config, find_custom_class(model, config, revision)), num_rows)
+    parts = config, config.get_text_config(decoder=True)
+    is_tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
+    copies = find_copies(folder, stored, rows) if is_tied else []
     loaded = load_tokenizer(folder, revision, trusts)
     if strange := loaded.get_vocab().keys() ^ {*tokenizer.tokens.values()}:
         raise ValueError(
@@ -179,7 +185,7 @@ def check_source(model: str, reserved: str = "keep", trusts: bool = False, revis
         )
     reservable = {number for number in fixed - named - {*template} if _RESERVED.search(tokenizer.tokens[number])}
     dropped = {n for n in reservable if tokenizer.tokens[n] in tokenizer.added} if reserved == "drop" else set[int]()
-    return Source(model, folder, num_rows, loaded, tokenizer, settings, stored, rows, fixed - dropped, dropped)
+    return Source(model, folder, num_rows, loaded, tokenizer, settings, stored, rows, copies, fixed - dropped, dropped)
 
 
 def _find_folder(model: str, revision: str) -> Path:

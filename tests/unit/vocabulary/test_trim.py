@@ -135,6 +135,22 @@ def test_shards_bias_and_row_less_tokens(tmp_path):
     torch.testing.assert_close(new, old[:, record.kept[:-1]], rtol=0, atol=0)
 
 
+def test_a_tied_head_that_is_stored_twice_counts_once(tmp_path):
+    tokenizer = make_tokenizer("byte_level", 600)
+    once = save_model(tmp_path / "once", tokenizer, tie_word_embeddings=True)
+    twice = shutil.copytree(once, tmp_path / "twice")
+    tensors = load_file(once / "model.safetensors")
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file({**tensors, **copy}, twice / "model.safetensors", {"format": "pt"})
+    records = [trim_vocabulary(whole, f"{whole}_small", DEMO_CALIBRATION, vocabulary=448) for whole in (once, twice)]
+    sizes = [record.model_dump(exclude={"base"}) for record in records]
+    assert sizes[0] == sizes[1]
+    small = AutoModelForCausalLM.from_pretrained(f"{twice}_small")
+    assert small.num_parameters() == records[1].parameters_after
+    written = load_file(f"{twice}_small/model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+
+
 def trim_model(model, tokenizer, tmp_path):
     """Return the folder of a model, the record of its trimmed vocabulary, and the configuration that was written."""
     whole = save_model(tmp_path / "whole", tokenizer)

@@ -212,7 +212,7 @@ def eval_(
     screen.show({"settings": asdict(asked), "scores": scores}, format_scores(scores))
     for path, base in dense.items():
         try:
-            keep_results(Path(path), list_results(asked, scores[path], scores.get(base, {})))
+            keep_results(Path(path), list_results(asked, scores, path, base))
         except OSError as error:
             show_error(f"the scores cannot be stored: {error}")
 

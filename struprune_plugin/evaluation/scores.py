@@ -19,6 +19,7 @@ from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import find_checkpoint, load_tokenizer, read_config
 from struprune_plugin.storage.files import format_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, ResultRecord, read_manifest
+from struprune_plugin.storage.vocabulary_record import read_record
 
 Score = dict[str, Any]  # parameters, bytes, perplexity and metrics of tasks of one model, by column
 
@@ -115,8 +116,19 @@ def find_dense(paths: Sequence[str]) -> dict[str, str]:
     return {path: known.get(_place(read_manifest(path).model.base), "") for path in outputs}
 
 
-def list_results(asked: Scoring, score: Score, dense: Score) -> list[ResultRecord]:
-    """Return the manifest's records of a model's scores, beside those of the dense model; empty if it was not scored."""
+def _take_comparable(dense: Score, path: str, base: str) -> Score:
+    """Return a dense model's scores without its perplexity, which is per token, where an output has another vocabulary."""
+    whole, kept = (record and record.kept for record in map(read_record, (base, path)))
+    return dense if whole == kept else {name: value for name, value in dense.items() if name != "perplexity"}
+
+
+def list_results(asked: Scoring, scores: Mapping[str, Score], path: str, base: str) -> list[ResultRecord]:
+    """Return the manifest's records of a model's scores, beside those of the dense model; empty if it was not scored.
+
+    :param scores: by path
+    :param base: path of the dense model; empty where it is not among them
+    """
+    score, dense = scores[path], _take_comparable(scores[base], path, base) if base else {}
     dtype = f", {asked.dtype}" if asked.dtype != "float32" else ""
     results = []
     if asked.text is not None:

@@ -14,6 +14,7 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import scores
 from struprune_plugin.reporting.pages import make_page, write_card
 from struprune_plugin.storage.manifest import EntriesRecord, ResultRecord
+from struprune_plugin.storage.vocabulary_record import VocabularyRecord, write_record
 
 EVAL = ["--window", "32", "--max-tokens", "512", "--quiet"]
 
@@ -169,6 +170,16 @@ def test_a_dense_model_is_found_by_its_hub_name(out, opt, tmp_path, monkeypatch,
     assert scores.find_dense([str(out)]) == {str(out): ""}
     assert scores.find_dense(["me/demo", str(out)]) == {str(out): "me/demo"}
     assert scores.find_dense([str(base), str(out)]) == {str(out): str(base)}
+
+
+def test_no_perplexity_is_recorded_beside_that_of_a_larger_vocabulary(out, opt):
+    sizes = {name: 1 for name in VocabularyRecord.model_fields if name not in ("base", "scripts", "curve", "kept")}
+    write_record(VocabularyRecord(base=str(opt), scripts={}, curve=[], kept=[*range(2048)], **sizes), out)
+    assert cli.main(["eval", str(opt), str(out), *EVAL]) == 0
+    perplexity, bits = read_manifest(out).evaluation
+    assert (perplexity.name[:10], bits.name[:4]) == ("perplexity", "bits")
+    assert perplexity.dense is None
+    assert bits.dense is not None
 
 
 def test_results_leave_an_edited_card_alone(out):

@@ -88,7 +88,9 @@ def _watch(
 def _find_loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """Return the next-token cross entropy, summed without padding, and the number of its tokens."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    labels = (ids if mask is None else ids.masked_fill(mask == 0, -100))[:, 1:]
+    labels = ids[:, 1:]
+    if mask is not None:  # a token behind padding is predicted from none
+        labels = labels.masked_fill(mask[:, 1:] * mask[:, :-1] == 0, -100)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     labels = labels.to(logits.device).flatten()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")  # a mean is per batch

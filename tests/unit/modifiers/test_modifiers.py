@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from helpers.models import DEFAULT, make_dataset, make_opt, run_oneshot, save_opt
 from helpers.recovery_loop import changed, weights_of
@@ -214,6 +215,16 @@ def test_snip_scores_are_weights_times_gradients_of_the_loss(unit):
         naive = naive + sum(products[name].sum(1).view(group.num_units, -1).sum(1) for name in group.producers)
         torch.testing.assert_close(ours[group.name].float(), naive.abs(), rtol=1e-3, atol=1e-5)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_snip_scores_do_not_depend_on_padding():
+    model, text = make_opt(), torch.tensor(make_dataset(1, 16)["input_ids"])
+    groups = find_groups(model, "head")
+    wanted = SNIP().measure(model, [{"input_ids": text}], groups)
+    for side in (4, 0), (0, 4):
+        batch = {"input_ids": F.pad(text, side, value=7), "attention_mask": F.pad(torch.ones_like(text), side)}
+        for name, scores in SNIP().measure(model, [batch], groups).items():
+            torch.testing.assert_close(scores, wanted[name], rtol=1e-3, atol=1e-7)
 
 
 def test_allocator_stage_and_own_allocation_pass_agree(opt, tmp_path):

@@ -89,8 +89,10 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
     :raises ValueError: there are no such files, or one is broken
     """
-    index = folder / INDEX
-    files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [SINGLE]
+    index, is_one = folder / INDEX, (folder / SINGLE).is_file()  # which transformers reads before an index
+    files = (
+        sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() and not is_one else [SINGLE]
+    )
     tensors = {}
     for name in files:
         try:
@@ -196,7 +198,7 @@ def copy_tensors(
                 step = max(_CHUNK // max(width, 1), 1)
                 for start in range(0, len(stays[name]), step):
                     write.write(table[stays[name][start : start + step]].tobytes())
-    if (source / INDEX).is_file():
+    if (source / INDEX).is_file() and not (target / SINGLE).is_file():
         index = json.loads((source / INDEX).read_text())
         size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
         index.setdefault("metadata", {})["total_size"] = size

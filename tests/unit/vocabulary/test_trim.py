@@ -151,6 +151,18 @@ def test_a_tied_head_that_is_stored_twice_counts_once(tmp_path):
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
 
 
+def test_one_file_counts_before_shards_that_an_earlier_model_has_left(plain, tmp_path):
+    whole = shutil.copytree(plain, tmp_path / "whole")
+    weights = {name: torch.zeros_like(value) for name, value in load_file(whole / "model.safetensors").items()}
+    save_file(weights, whole / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (whole / "model.safetensors.index.json").write_text(json.dumps(index))
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=0.8)
+    old = load_logits(whole, [record.kept[number] for number in (5, 1, 7)])[:, record.kept]
+    assert torch.equal(load_logits(tmp_path / "small", [5, 1, 7]), old)
+    assert [file.name for file in (tmp_path / "small").glob("*.safetensors*")] == ["model.safetensors"]
+
+
 def trim_model(model, tokenizer, tmp_path):
     """Return the folder of a model, the record of its trimmed vocabulary, and the configuration that was written."""
     whole = save_model(tmp_path / "whole", tokenizer)

@@ -145,7 +145,7 @@ def _place(owner: str, names: Mapping[str, Any]) -> dict[str, Any]:
 def _find_blocks(reached: Mapping[str, Tensor], columns: int) -> set[int]:
     """Return the sizes of the blocks of columns that rows reach together, at most two; empty where they are no equal blocks.
 
-    Rows that reach nearly all of a block are written down as reaching all of it.
+    Rows that reach nearly all of a block, or of all columns, are written down as reaching all of it.
     """
     rows = [row for each in reached.values() for row in each if 1 < int(row.sum()) < columns]
     sizes, others = set[int](), list[Tensor]()
@@ -157,8 +157,8 @@ def _find_blocks(reached: Mapping[str, Tensor], columns: int) -> set[int]:
         others += [] if is_block else [row]
     for row in others:
         first, last = row.nonzero().flatten()[[0, -1]].tolist()
-        size = next((size for size in sorted(sizes) if first // size == last // size), 0)
-        if not size or int(row.sum()) < _NEARLY * size:
+        size = next((size for size in sorted(sizes) if first // size == last // size), columns)
+        if int(row.sum()) < _NEARLY * size:
             return set()
         row[first // size * size : (first // size + 1) * size] = True
     return sizes if 1 <= len(sizes) <= 2 else set()

@@ -8,8 +8,9 @@ from datasets import Dataset
 from helpers.models import DEFAULT, make_dataset, make_model, run_oneshot, save_model
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from loguru import logger
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LongcatFlashConfig
 
 from eval.coverage import make_config
 from eval.groups import find_groups
@@ -18,6 +19,7 @@ from struprune_plugin.export import rehearsal
 from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
+from struprune_plugin.modifiers.checks import check_later
 from struprune_plugin.modifiers.plan import Workload, plan_run
 from struprune_plugin.paper.snip import SNIP
 
@@ -185,6 +187,15 @@ def test_a_quantiser_may_follow(tmp_path):
     assert tensors["model.layers.0.mlp.experts.0.down_proj.weight_shape"].tolist() == [96, kept]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(again(ids).logits, quantised(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_quantisers_of_a_mixture_are_warned_of_where_its_experts_stay_whole():
+    """transformers loads LongCat Flash's experts, which llm-compressor does not split, as random numbers."""
+    model, told = build_tiny(LongcatFlashConfig(num_layers=1, num_hidden_layers=2)), list[str]()
+    sink = logger.add(told.append, level="WARNING")
+    check_later([QuantizationModifier(scheme="W8A8", targets=["Linear"])], model)
+    logger.remove(sink)
+    assert "transformers may load a quantised mixture wrongly" in told[0]
 
 
 def test_snip_scores_experts_that_see_no_token_of_a_batch(mixture, tmp_path):

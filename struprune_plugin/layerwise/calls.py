@@ -171,6 +171,16 @@ def mark_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     return (torch.ones_like(batch["input_ids"]) if mask is None else mask).bool()
 
 
+def move_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch whose padding is behind the tokens of every sequence: before them, it would shift the positions that some
+    classes count, and reach the states of recurrences."""
+    mask = mark_tokens(batch)
+    if bool((mask[:, :-1] >= mask[:, 1:]).all()):
+        return batch
+    order = mask.int().argsort(dim=1, descending=True, stable=True)
+    return {**batch, **{name: batch[name].gather(1, order) for name in ("input_ids", "attention_mask")}}
+
+
 def find_tokens(mask: Tensor | None) -> Tensor | None:
     """Return the flat indices of a batch's tokens that are not padding, shape [kept], int64, on the host; None where all are.
 

@@ -18,6 +18,7 @@ from struprune_plugin.allocation.rounding import GroupSize
 from struprune_plugin.allocation.rules import Budget, allocate_uniformly
 from struprune_plugin.export.outputs import OUTPUTS
 from struprune_plugin.export.rehearsal import rehearse
+from struprune_plugin.layerwise.calls import move_padding
 from struprune_plugin.model.groups import list_groups
 from struprune_plugin.model.layers import count_parameters, count_weight_bytes
 from struprune_plugin.model.structure.finder import find_structure
@@ -143,6 +144,7 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
     solves = setup.recipe.importance.eliminates or setup.recipe.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
     calibration = checks.check_calibration(model, batches, widest.name, needed)
+    batches = [move_padding(batch) for batch in batches]
     return RunSetup(**vars(setup), batches=batches, calibration=calibration, num_parameters=count_parameters(model))
 
 

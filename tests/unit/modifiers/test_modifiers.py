@@ -287,6 +287,21 @@ def test_padding_does_not_count(opt, tmp_path):
         assert second[name] == pytest.approx(value, rel=1e-3)
 
 
+def test_padding_before_the_tokens_shifts_no_positions(save_family, tmp_path):
+    folder, text = save_family("gpt2"), torch.tensor(make_dataset(8, 24)["input_ids"])
+    data = [F.pad(text, side, value=9).tolist() for side in ((8, 0), (0, 8))]
+    masks = [F.pad(torch.ones_like(text), side).tolist() for side in ((8, 0), (0, 8))]
+    before, behind = (
+        weights_of(
+            run_oneshot(
+                str(folder), dataset=Dataset.from_dict({"input_ids": ids, "attention_mask": mask}), sparsity=0.3
+            )
+        )
+        for ids, mask in zip(data, masks, strict=True)
+    )
+    assert all(torch.equal(weight, behind[name]) for name, weight in before.items())
+
+
 @pytest.fixture
 def _empty_is_nan():
     """Memory that is not set yet holds NaN, as it may at any time."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from struprune_plugin.model.structure.shrinking import find_vocabulary, shrink_config
@@ -19,7 +20,6 @@ from struprune_plugin.model.structure.tiny import TinyRun, build_instance, draw_
 from struprune_plugin.vocabulary.token_ids import list_named, resize_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_CHUNK = 1 << 24  # bytes that are copied at a time
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,6 @@ class Stored:
     dtype: str
     shape: list[int]
     file: str
-    start: int  # of its bytes in the file
-    size: int  # in bytes
 
     @property
     def count(self) -> int:
@@ -93,21 +91,15 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     files = (
         sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() and not is_one else [SINGLE]
     )
-    tensors = {}
-    for name in files:
+    tensors = dict[str, Stored]()
+    for file in files:
         try:
-            with (folder / name).open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            for tensor_name, entry in header.items():
-                if tensor_name != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    tensors[tensor_name] = Stored(entry["dtype"], entry["shape"], name, 8 + length + start, end - start)
-            if max(t.start + t.size for t in tensors.values() if t.file == name) != (folder / name).stat().st_size:
-                raise ValueError("it is not whole")
-        except (OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+            with safe_open(folder / file, "pt") as opened:
+                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                tensors |= {name: Stored(part.get_dtype(), part.get_shape(), file) for name, part in parts.items()}
+        except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"model: {folder / name} must be a whole safetensors file, got: {str(error)[:200]}. Copy it again, or load the "
+                f"model: {folder / file} must be a whole safetensors file, got: {str(error)[:200]}. Copy it again, or load the "
                 "model with transformers and save it with save_pretrained."
             ) from None
     return tensors
@@ -153,51 +145,28 @@ def find_copies(folder: Path, stored: Mapping[str, Stored], rows: Sequence[str])
     :param rows: names of the tensors that are compared
     """
 
-    def is_equal(name: str, other: str) -> bool:
-        one, two = stored[name], stored[other]
-        if (one.dtype, one.shape) != (two.dtype, two.shape):
-            return False
-        first, second = (np.memmap(folder / each.file, np.uint8, "r", each.start, each.size) for each in (one, two))
-        pieces = (slice(start, start + _CHUNK) for start in range(0, one.size, _CHUNK))
-        return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
-
-    return [name for place, name in enumerate(rows) if any(is_equal(name, other) for other in rows[:place])]
+    tensors = dict[str, torch.Tensor]()
+    for name in rows:
+        with safe_open(folder / stored[name].file, "pt") as opened:
+            tensors[name] = opened.get_tensor(name).view(torch.uint8)
+    earlier = {name: rows[:place] for place, name in enumerate(rows)}
+    return [name for name in rows if any(torch.equal(tensors[name], tensors[other]) for other in earlier[name])]
 
 
 def copy_tensors(
     source: Path, target: Path, stored: Mapping[str, Stored], rows: Sequence[str], kept: Sequence[int]
 ) -> None:
-    """Copy a folder's tensors, some of them without the rows of tokens that went; a few rows are in memory at a time.
+    """Copy a folder's tensors file by file, some of them without the rows of tokens that went.
 
     :param rows: names of the tensors with a row per token
     :param kept: sorted old ids
     """
     for file in sorted({tensor.file for tensor in stored.values()}):
-        in_file = {name: tensor for name, tensor in stored.items() if tensor.file == file}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        stays, place = {}, 0
-        for name, tensor in in_file.items():
-            shape, size = tensor.shape, tensor.size
-            if name in rows:
-                stays[name] = np.array(kept[: bisect_left(kept, shape[0])])
-                shape, size = [len(stays[name]), *shape[1:]], size // shape[0] * len(stays[name])
-            header[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": [place, place + size]}
-            place += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (source / file).open("rb") as read, (target / file).open("wb") as write:
-            write.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in in_file.items():
-                if name not in stays:
-                    read.seek(tensor.start)
-                    for start in range(0, tensor.size, _CHUNK):
-                        write.write(read.read(min(_CHUNK, tensor.size - start)))
-                    continue
-                width = tensor.size // tensor.shape[0]
-                table = np.memmap(source / file, np.uint8, "r", tensor.start, (tensor.shape[0], width))
-                step = max(_CHUNK // max(width, 1), 1)
-                for start in range(0, len(stays[name]), step):
-                    write.write(table[stays[name][start : start + step]].tobytes())
+        with safe_open(source / file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (views of the file)
+        for name in tensors.keys() & {*rows}:
+            tensors[name] = tensors[name][kept[: bisect_left(kept, len(tensors[name]))]]
+        save_file(tensors, target / file, metadata={"format": "pt"})
     if (source / INDEX).is_file() and not (target / SINGLE).is_file():
         index = json.loads((source / INDEX).read_text())
         size = sum(file.stat().st_size for file in target.glob("*.safetensors"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from struprune_plugin.reporting.pages import write_card
+from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import check_room, write_whole
@@ -104,7 +105,7 @@ def _name_whole(manifest: Manifest, plan: TrimPlan, folder: Path) -> None:
 def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
     """Write a trimmed model into an empty folder: the small files, which are checked, then its weights."""
     source, kept = plan.source, plan.kept
-    check_room([("output_dir", folder, sum(tensor.size for tensor in source.stored.values()))])
+    check_room([("output_dir", folder, measure_weight_bytes(source.folder))])
     new_ids = {old: new for new, old in enumerate(kept)}
     changed = [*_OLD.split(), FILE_NAME, *source.settings]
     for file in sorted(source.folder.iterdir()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -218,7 +217,7 @@ def _run_backward(
                 output = outputs.pop(name)
                 gradients = torch.zeros_like(output) if output.grad is None else output.grad
                 del output
-                gradients = gradients.flatten(0, -2)[: math.prod(call.batch_shape)]  # Llama 4's experts get all tokens
+                gradients = gradients.flatten(0, -2)[: call.tokens.numel()]  # Llama 4's experts get all tokens
                 if name in norms:
                     gradients = gradients * scales.pop(name)[:, None]
                 for rows in place_rows(split_tokens(call), gradients.device, context):

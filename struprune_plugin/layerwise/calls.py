@@ -42,36 +42,22 @@ class LayerCall:
 
     :param hidden: as in :class:`States`, like ``others``
     :param arguments: other arguments by place, positional first; equal tensors of successive layers and batches are stored once
-    :param tokens: flat indices of the tokens that are not padding, shape [kept], on the host; None where no token is padding
+    :param tokens: mask of the tokens that are not padding, shape [sequences, tokens], bool, on the host
     :param name: name of the argument that holds the hidden states; empty where they are the first positional one
     :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
     :param keeps: parts of this layer's output that the next layer receives
-    :param shape: batch shape (sequences, tokens); None where it is that of the hidden states
     :param known: what modules of the layer return in its next run, by name, in the order of their calls
     """
 
     hidden: Tensor
     arguments: dict[Place, Any]
-    tokens: Tensor | None
+    tokens: Tensor
     device: torch.device
     name: str = ""
     others: Mapping[Any, Any] = field(default_factory=dict)
     wires: dict[Place, int] = field(default_factory=dict)
     keeps: tuple[int, ...] = ()
-    shape: tuple[int, int] | None = None
     known: dict[str, list[Any]] = field(default_factory=dict)
-
-    @property
-    def batch_shape(self) -> tuple[int, int]:
-        """Number of sequences, and of tokens per sequence, padding included."""
-        return self.shape or (self.hidden.shape[0], self.hidden.shape[1])
-
-    def mark_tokens(self) -> Tensor:
-        """Return which tokens are not padding, shape [sequences * tokens], bool, on the host."""
-        batch, length = self.batch_shape
-        if self.tokens is None:
-            return torch.ones(batch * length, dtype=torch.bool)
-        return torch.zeros(batch * length, dtype=torch.bool).index_fill(0, self.tokens.cpu(), True)
 
     @property
     def states(self) -> States:
@@ -179,13 +165,3 @@ def move_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return batch
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     return {**batch, **{name: batch[name].gather(1, order) for name in ("input_ids", "attention_mask")}}
-
-
-def find_tokens(mask: Tensor | None) -> Tensor | None:
-    """Return the flat indices of a batch's tokens that are not padding, shape [kept], int64, on the host; None where all are.
-
-    :param mask: attention mask, 0 at padding, shape [batch, sequence]; None where nothing is padded
-    """
-    if mask is None or mask.bool().all():
-        return None
-    return mask.cpu().reshape(-1).nonzero().flatten()

@@ -187,11 +187,8 @@ def split_tokens(call: LayerCall) -> list[slice | Tensor]:
 
     Sums accumulated sequence by sequence do not depend on how sequences are split into batches.
     """
-    batch, length = call.batch_shape
-    if call.tokens is None:
-        return [slice(start, start + length) for start in range(0, batch * length, length)]
-    tokens = call.tokens.cpu()
-    parts = tokens.split(torch.bincount(tokens // length, minlength=batch).tolist())
+    places = call.tokens.flatten().nonzero().flatten()
+    parts = places.split(call.tokens.sum(1).tolist())
     return [slice(int(p[0]), int(p[-1]) + 1) if len(p) and p[-1] - p[0] == len(p) - 1 else p for p in parts]
 
 

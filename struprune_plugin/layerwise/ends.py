@@ -15,7 +15,7 @@ from compressed_tensors.utils import patch_attr
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens, split_call, store
+from struprune_plugin.layerwise.calls import LayerCall, States, mark_tokens, split_call, store
 from struprune_plugin.layerwise.capture import Stopped, replay
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.model.structure.finder import find_structure
@@ -85,7 +85,7 @@ def enter_layers(
     :raises ValueError: a layer does not run on the hidden states that the layer before it returned
     """
     named, head, num_parts = find_decoder_layers(model), model.get_output_embeddings(), find_structure(model).num_parts
-    tokens, (sequences, length) = find_tokens(batch.get("attention_mask")), batch["input_ids"].shape
+    tokens = mark_tokens(batch).cpu()
     calls, marks, seen = list[LayerCall](), list[Tensor](), dict[int, tuple[Tensor, Tensor]]()
 
     def run(name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +104,8 @@ def enter_layers(
         other = known[len(calls)] if known else before
         stored = other.arguments if other else {}
         held = {place: store(value, stored.get(place), context, seen) for place, value in arguments.items()}
-        waiting, shape = before.hidden if before else context.offload(hidden), (sequences, length)
-        calls.append(LayerCall(waiting, held, tokens, hidden.device, argument, wires=wires, shape=shape))
+        waiting = before.hidden if before else context.offload(hidden)
+        calls.append(LayerCall(waiting, held, tokens, hidden.device, argument, wires=wires))
         marks[:] = [hidden.detach(), *(hidden.new_empty(0) for _ in range(num_parts - 1))]
         return tuple(marks) if num_parts else marks[0]
 

@@ -64,7 +64,7 @@ class LayerStatistics:
     def _gather(self, layer: nn.Module, groups: Sequence[UnitGroup], index: int) -> States | None:
         """Add groups to the moments, from one batch; return output states as :meth:`run_groups` does."""
         output, batches = self.run_groups(layer, groups, index)
-        num_before = self._num_before + sum(call.batch_shape[0] for call in self.calls[:index])
+        num_before = self._num_before + sum(len(call.tokens) for call in self.calls[:index])
         for group, batch in batches:
             if group.name not in self._sums:
                 device = batch.inputs.device

@@ -133,8 +133,7 @@ class ADMMRun:
 
     def _pick_tokens(self, visit: ConsumerBatch) -> Sample:
         """Return the tokens without padding, in float32."""
-        device = visit.source.device
-        tokens = slice(None) if visit.call.tokens is None else self.context.to_device(visit.call.tokens, device)
+        tokens = visit.call.tokens.flatten().to(visit.source.device)
         return Sample(visit.source[tokens].float(), visit.target[tokens])
 
     def _list_samples(self, visit: ConsumerBatch) -> Iterator[Sample | AttentionSample]:
@@ -142,10 +141,10 @@ class ADMMRun:
         if not self.group.unit.is_mixer:
             yield self._pick_tokens(visit)
             return
-        batch, length = visit.call.batch_shape
+        batch, length = visit.call.tokens.shape
         source, target = visit.source.float().view(batch, length, -1), visit.target.view(batch, length, -1)
         lowest = torch.finfo(source.dtype).min
-        valid = visit.call.mark_tokens().view(batch, length, 1)
+        valid = visit.call.tokens[:, :, None]
         mask = visit.call.arguments.get("attention_mask")
         causal = torch.full((length, length), lowest).triu(1)  # on the host, where sequences without padding share it
         for row in range(batch):

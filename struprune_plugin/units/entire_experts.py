@@ -81,19 +81,20 @@ class EntireExperts(ListEntries):
                 for flow in step.flows:
                     call = flow.advance(step.index, step.layer, context)
                     for group, experts, total in zip(groups, lists, sums, strict=True):
-                        _add_norms(total, experts, seen.arguments[group.mixture], call.tokens)
+                        _add_norms(total, experts, seen.arguments[group.mixture], call.tokens.flatten())
             for group, total in zip(groups, sums, strict=True):
                 norms, tokens = sum_over_ranks(total)
                 scores[group.output_name] = (norms / tokens.clamp(min=1)).tolist()
         return scores
 
 
-def _add_norms(total: Tensor, experts: Any, args: Sequence[Tensor], counted: Tensor | None) -> None:
+def _add_norms(total: Tensor, experts: Any, args: Sequence[Tensor], counted: Tensor) -> None:
     """Add every expert's sum of router weight times output norm over the counted tokens, and their number, shape [2, experts].
 
     :param args: hidden states of all tokens, experts chosen for each and their weights
+    :param counted: mask of the tokens that count, shape [tokens], bool
     """
-    hidden, chosen, weights = args if counted is None else (part[counted.to(part.device)] for part in args)
+    hidden, chosen, weights = (part[counted.to(part.device)] for part in args)
     for expert in chosen.unique().tolist():
         tokens, place = torch.where(chosen == expert)
         norms = experts[expert](hidden[tokens]).float().norm(dim=1)

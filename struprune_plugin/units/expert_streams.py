@@ -38,8 +38,8 @@ def visit_experts(
         inputs, output = tensors.inputs[group.consumer], tensors.outputs[group.consumer]
         if routed is None:  # the expert saw every token multiplied by its weight, so those of weight 0 are zero
             source = tensors.find_source(group)
-            rows = (source.ne(0).any(1) & call.mark_tokens().to(source.device)).nonzero().flatten()
-            batch, length = call.batch_shape
+            rows = (source.ne(0).any(1) & call.tokens.flatten().to(source.device)).nonzero().flatten()
+            batch, length = call.tokens.shape
             counts = torch.bincount(rows // length, minlength=batch).tolist()
             target, factors = output[rows].float(), torch.ones_like(rows).float()
         else:
@@ -63,10 +63,10 @@ def _read_routing(
     :return: by expert, the rows of its inputs that count, in the order of their tokens; these tokens; factors on errors of its
         outputs, float32; the number of rows in every sequence; the shares of these tokens' errors that it has to repair, float32
     """
-    (batch, length), num_tokens = call.batch_shape, len(chosen)
+    (batch, length), num_tokens = call.tokens.shape, len(chosen)
     expert, order = chosen.T.flatten().sort(stable=True)  # the order of rows in llm-compressor's experts
     token, weight = order % num_tokens, weights.float().T.flatten()[order]
-    counted = call.mark_tokens().to(chosen.device)[token] & (weight != 0) & (expert < num_experts)
+    counted = call.tokens.flatten().to(chosen.device)[token] & (weight != 0) & (expert < num_experts)
     kept = counted.nonzero().flatten()
     kept = kept[(expert[kept] * num_tokens + token[kept]).argsort(stable=True)]
     starts = torch.searchsorted(expert, torch.arange(num_experts, device=expert.device))

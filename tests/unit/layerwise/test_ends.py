@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from struprune_plugin.export.rehearsal import check_passes
-from struprune_plugin.layerwise.calls import LayerCall, States, find_tokens
+from struprune_plugin.layerwise.calls import LayerCall, States
 from struprune_plugin.layerwise.ends import compute_logits, enter_layers
 from struprune_plugin.layerwise.passes import calibrating, enter_device_context, stream_layers
 from struprune_plugin.model.layers import find_decoder_layers
@@ -157,21 +157,13 @@ def test_layers_are_found_without_weights():
         locate_layers(torch.nn.Linear(2, 2))
 
 
-def test_find_tokens_leaves_padding_out():
-    mask = torch.ones(2, 3, dtype=torch.int64)
-    assert find_tokens(None) is None
-    assert find_tokens(mask) is None
-    mask[1, 0] = 0
-    assert find_tokens(mask).tolist() == [0, 1, 2, 4, 5]
-
-
 def test_entries_of_shared_mappings_stay_on_their_path():
     def layer(hidden, store):
         store["sum"] = store.get("sum", 0) + hidden
         return hidden + store["sum"]
 
     context, store = DeviceContext(), {}
-    call = LayerCall(torch.ones(1, 2, 3), {0: store}, None, torch.device("cpu"))
+    call = LayerCall(torch.ones(1, 2, 3), {0: store}, torch.ones(1, 2).bool(), torch.device("cpu"))
     one, two = call.run(layer, context), call.run(layer, context, States(torch.zeros(1, 2, 3)))
     assert not store
     assert one.others[(0, "sum")].unique().tolist() == [1]

@@ -28,7 +28,9 @@ def observe(layer, groups, calls, target="residual", hold_out=False):
     observed = LayerStatistics(TARGETS[target], DeviceContext(), changes=True, hold_out=hold_out)
     for args, kwargs in calls:
         name, hidden, arguments = split_call(args, kwargs)
-        observed.run_layer(layer, groups, LayerCall(hidden, arguments, None, hidden.device, name))
+        observed.run_layer(
+            layer, groups, LayerCall(hidden, arguments, torch.ones(hidden.shape[:2]).bool(), hidden.device, name)
+        )
     return observed
 
 

@@ -137,7 +137,7 @@ def test_moments_are_where_systems_are_solved(save_short, offload):
     layer, group = find_decoder_layers(model)[0][1], find_groups(model, "value_channels")[-1]
     inputs, target = torch.randn(8, group.num_columns), torch.randn(8, 16)
     with play_device():
-        call = LayerCall(torch.zeros(2, 4, 16), {}, None, DEVICE)
+        call = LayerCall(torch.zeros(2, 4, 16), {}, torch.ones(2, 4).bool(), DEVICE)
         context, batch = (
             DeviceContext(offload),
             ConsumerBatch(*(part.to(DEVICE) for part in (inputs, inputs, target)), call),
@@ -177,7 +177,8 @@ def test_a_stack_of_experts_is_copied_once_on_its_way_to_the_problem():
     (_, layer), *_ = find_decoder_layers(model)
     num_columns, width = groups[0].num_columns, model.config.hidden_size
     with play_device():
-        context, call = DeviceContext(), LayerCall(torch.zeros(2, 4, width), {}, None, DEVICE)
+        call = LayerCall(torch.zeros(2, 4, width), {}, torch.ones(2, 4).bool(), DEVICE)
+        context = DeviceContext()
         sums = [make_sums(layer, group, DEVICE, context) for group in groups]
         for each in sums:
             inputs, target = (torch.randn(8, size).to(DEVICE) for size in (num_columns, width))

@@ -77,7 +77,8 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
         for name, padding in group.unit.describe_padding(group).items():
             adopt_padding(*find_owner(shrunk, name), padding)
         slice_group(shrunk, group, keep)
-    for form in _list_forms():
+    pieces = partial(run_in_pieces, sizes=[run.tokens.shape[1] - 12, 9, 1, 1, 1])
+    for form in (run.forward, pieces, _run_padded):
         try:
             wanted = form(masked, run.tokens)
         except Exception:  # stock code that does not run in this form
@@ -89,13 +90,6 @@ def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], Un
         if replace(run, model=masked, forward=form).describe_difference(logits, wanted):
             return "removing its rows changes more than zeros in their place do"
     return ""
-
-
-def _list_forms() -> Iterator[Callable[[Any, Tensor], Tensor]]:
-    """Yield functions that return a model's logits of tokens, each by another way through its code."""
-    yield lambda model, tokens: model(input_ids=tokens, use_cache=False).logits
-    yield lambda model, tokens: run_in_pieces(model, tokens, [tokens.shape[1] - 12, 9, 1, 1, 1])
-    yield _run_padded
 
 
 def _run_padded(model: Any, tokens: Tensor) -> Tensor:

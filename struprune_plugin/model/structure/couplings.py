@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,24 +44,18 @@ def watch(root: nn.Module, names: Iterable[str]) -> Iterator[list[Call]]:
     """Record the calls of modules of ``root`` during the block, in the order in which they begin."""
     calls: list[Call] = []
 
-    def begin(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            calls.append(Call(args, kwargs, name, _copy(args[0] if args else kwargs.get("hidden_states"))))
+    def begin(name: str, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.append(Call(args, kwargs, name, _copy(args[0] if args else kwargs.get("hidden_states"))))
 
-        return hook
-
-    def end(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
-            call = next(call for call in reversed(calls) if call.name == name and call.output is None)
-            call.output = _copy(output)
-
-        return hook
+    def end(name: str, _module: nn.Module, _args: tuple, output: Any) -> None:
+        call = next(call for call in reversed(calls) if call.name == name and call.output is None)
+        call.output = _copy(output)
 
     with ExitStack() as stack:
         for name in names:
             module = root.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(begin(name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(end(name)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(end, name)).remove)
         yield calls
 
 
@@ -110,10 +105,6 @@ class Measured:
     def length(self) -> int:
         """Number of tokens of the sequence on which the layer was measured."""
         return int(self.call.hidden.shape[:-1].numel()) // COPIES
-
-    def list_reached(self, producers: Iterable[str], consumer: str) -> dict[str, Tensor]:
-        """Return by producer whether a row reaches a column of the consumer, shape [rows, columns], bool."""
-        return {name: self.couplings[name, consumer].reached for name in producers}
 
 
 @torch.no_grad()

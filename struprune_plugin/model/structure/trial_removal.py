@@ -32,7 +32,8 @@ def find_flaw(
     :param heads: where the columns are those of the first value head: the attention module, and its number of value heads
     :param slices: whether the module is also run with sliced linears
     """
-    layers, consumer, reached = measured.layers, unit.output, measured.list_reached(unit.producers, unit.output)
+    layers, consumer = measured.layers, unit.output
+    reached = {name: measured.couplings[name, consumer].reached for name in unit.producers}
     rows = {name: each.any(1) & ~each[:, ~gone].any(1) for name, each in reached.items()}
     with _change(layers, [consumer, *rows, *([heads[0]] if heads else [])]):
         for layer in layers:

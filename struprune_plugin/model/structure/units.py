@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from struprune_plugin.model.structure.couplings import Coupling, Measured
+from struprune_plugin.model.structure.couplings import Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.unit_kind import list_kinds
 
@@ -13,7 +13,10 @@ def read_units(measured: Measured) -> LayerLayout:
     """Return the units of a layer, without the joins of its modules with the residual stream."""
     units, left, kinds = list[UnitLayout](), dict[str, str](), list_kinds()
     for consumer in dict.fromkeys(second for _, second in measured.couplings):
-        thin = find_thin(measured, consumer)
+        couplings = {first: each for (first, second), each in measured.couplings.items() if second == consumer}
+        shares = {name: each.reached.float().mean(1) for name, each in couplings.items()}
+        # with a row that reaches only a part of the columns; other linears reach them by the residual stream
+        thin = {name: couplings[name] for name, share in shares.items() if share[share > 0].min() < _MOST}
         unit = next(filter(None, (kind.read(measured, thin, consumer) for kind in kinds)), None)
         if unit:
             units.append(unit)
@@ -27,10 +30,3 @@ def read_units(measured: Measured) -> LayerLayout:
         left |= surplus
     order = {kind.kind: kind.order for kind in kinds}
     return LayerLayout(sorted(units, key=lambda unit: order[unit.kind]), left)
-
-
-def find_thin(measured: Measured, consumer: str) -> dict[str, Coupling]:
-    """Return the linears with a row that reaches only a part of a consumer's columns; others reach it by the residual stream."""
-    couplings = {first: coupling for (first, second), coupling in measured.couplings.items() if second == consumer}
-    shares = {name: coupling.reached.float().mean(1) for name, coupling in couplings.items()}
-    return {name: couplings[name] for name, share in shares.items() if share[share > 0].min() < _MOST}

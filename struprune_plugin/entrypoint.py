@@ -127,7 +127,10 @@ def oneshot(
             check_written(folder, compressed)
             write_recipe(loaded, folder)
             keep_tokenizer(origin, source, folder, revision)
-            _carry_records(source, folder, compressed.config, revision)
+            carry_files(source, folder, compressed.config, revision)
+            carry_manifest(source, folder)
+            if (folder / MANIFEST_NAME).is_file():
+                write_card(folder)
     if store is not None:
         store.clear()
     if output_dir is not None and is_source_process():
@@ -147,14 +150,6 @@ def _open_store(
     store = ResumeStore(Path(folder), [*inputs, *([] if output is None else [output])])
     pruning.set_store(store)
     return store
-
-
-def _carry_records(source: str, folder: Path, config: PretrainedConfig, revision: str) -> None:
-    """Add to an output what belongs to its weights: files and the manifest of the source, and a card."""
-    carry_files(source, folder, config, revision)
-    carry_manifest(source, folder)
-    if (folder / MANIFEST_NAME).is_file():
-        write_card(folder)
 
 
 def _check_alone(modifiers: list[Modifier], model: PreTrainedModel, folder: Path | None) -> None:

@@ -37,8 +37,6 @@ def adopt_paddings(model: PreTrainedModel, groups: Sequence[UnitGroup]) -> None:
     """Let the modules around linears that will lose units handle the dense width, where their code needs it."""
     for group in groups:
         layer = model.get_submodule(group.layer_name)
-        if read_padding(layer, group.consumer):
-            continue
         for name, padding in group.unit.describe_padding(group).items():
             if read_padding(layer, name):
                 continue

@@ -41,7 +41,12 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
                 "be one of transformers, got neither. Save a checkpoint with its code first (register_for_auto_class)."
             )
     folder = Path(str(sys.modules[stock.__module__].__file__)).parent
-    _bring(Path(str(sys.modules[config.__module__].__file__)), folder)
+    file = Path(str(sys.modules[config.__module__].__file__))
+    if (
+        "transformers_modules" in file.parts and not (folder / file.name).exists()
+    ):  # the model's module does not import it
+        for each in (file, *map(Path, get_relative_import_files(file))):
+            shutil.copyfile(each, folder / each.name)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     lines = ['"""The pruned classes of the code beside this file, made by struprune_plugin."""', ""]
     lines += [f"from {_name_source(each)} import {each.__name__}" for each in classes]
@@ -52,13 +57,6 @@ def derive_beside(model: PreTrainedModel) -> tuple[type[PreTrainedConfig], type[
     importlib.invalidate_caches()
     module: Any = importlib.import_module(f"{package}.{FILE_NAME}")
     return _register(module, classes, getattr(model.config, "auto_map", None) or {})
-
-
-def _bring(file: Path, folder: Path) -> None:
-    """Copy a configuration's module to the folder of its model's module, where the latter does not import it."""
-    if "transformers_modules" in file.parts and not (folder / file.name).exists():
-        for each in (file, *map(Path, get_relative_import_files(file))):
-            shutil.copyfile(each, folder / each.name)
 
 
 def _register(module: Any, classes: list[Any], old: dict[str, str]) -> tuple[Any, Any, dict[str, str]]:

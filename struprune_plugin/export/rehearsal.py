@@ -94,12 +94,9 @@ def _check_pruning(tiny: PreTrainedModel, tokens: Tensor, groups: Sequence[UnitG
 @torch.no_grad()
 def check_passes(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> None:
     """Raise ValueError where layer-by-layer runs of a small model on recorded calls do not give the model's own logits."""
-    context, flows = DeviceContext(), []
-    for step in stream_layers(model, batches, context, ""):
-        flows = list(step.flows)
-        for flow in flows:
-            flow.advance(step.index, step.layer, context)
-    for flow, batch in zip(flows, batches, strict=True):
+    context = DeviceContext()
+    *_, last = stream_layers(model, batches, context, "", propagates=True)
+    for flow, batch in zip(last.flows, batches, strict=True):
         rows = range(len(batch["input_ids"]))
         logits = torch.stack([compute_logits(model, batch, row, flow.states.hidden, context) for row in rows])
         wanted = model(**batch, use_cache=False).logits

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.utils import patch_attr
+from compressed_tensors.utils import patch_attrs
 from torch import Tensor, nn
 
 from struprune_plugin.layerwise.calls import LayerCall, list_parts, list_tensors, map_tensors, split_call
@@ -155,9 +155,8 @@ def replay(layer: nn.Module, call: LayerCall, context: DeviceContext) -> Iterato
         return map_tensors(send, outputs.pop(0))
 
     held = list_tensors(list(call.known.values()))
-    with ExitStack() as stack:
-        for name, outputs in call.known.items():
-            stack.enter_context(patch_attr(layer.get_submodule(name), "forward", partial(forward, outputs)))
+    forwards = [partial(forward, outputs) for outputs in call.known.values()]
+    with patch_attrs(map(layer.get_submodule, call.known), "forward", forwards):
         yield
     for part in held:
         context.discard(part)
@@ -171,10 +170,9 @@ def replace_weights(layer: nn.Module, weights: Mapping[str, tuple[Tensor, Tensor
     def forward(linear: nn.Linear, weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
         return nn.functional.linear(inputs, weight.to(inputs), None if linear.bias is None else bias.to(inputs))
 
-    with ExitStack() as stack:
-        for name, (weight, bias) in weights.items():
-            linear = find_linear(layer, name)
-            stack.enter_context(patch_attr(linear, "forward", partial(forward, linear, weight, bias)))
+    linears = [find_linear(layer, name) for name in weights]
+    forwards = [partial(forward, linear, *new) for linear, new in zip(linears, weights.values(), strict=True)]
+    with patch_attrs(linears, "forward", forwards):
         yield
 
 

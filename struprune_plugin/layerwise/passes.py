@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from compressed_tensors.offload import disable_onloading
-from compressed_tensors.utils import patch_attr
+from compressed_tensors.utils import patch_attr, patch_attrs
 from llmcompressor.modeling.moe import context as context_of_experts
 from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
@@ -102,9 +103,7 @@ def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     modules: list[Any] = [model, *(module for _, layer in find_decoder_layers(model) for module in layer.modules())]
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-    with ExitStack() as stack:
-        for config in configs.values() if can_fuse_attention(model) else ():
-            stack.enter_context(patch_attr(config, "_attn_implementation", "sdpa"))
+    with patch_attrs(configs.values() if can_fuse_attention(model) else (), "_attn_implementation", repeat("sdpa")):
         yield
 
 

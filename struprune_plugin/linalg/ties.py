@@ -22,12 +22,12 @@ def argmin_with_ties(values: Sequence[float], margin: float = 0.0) -> int:
     return next((i for i, value in enumerate(values) if value == least or value <= most), 0)
 
 
-def order_scores(scores: Tensor, descending: bool = False) -> Tensor:
+def order_scores(scores: Tensor) -> Tensor:
     """Return the order by score along the last dimension, int64; ties go by index. Scores may be infinite.
 
     Neighbours in the sorted row tie where they differ by no more than :data:`MARGIN` of the larger one.
     """
-    values, order = torch.sort(scores, dim=-1, descending=descending, stable=True)
+    values, order = torch.sort(scores, dim=-1, stable=True)
     low, high = values[..., :-1], values[..., 1:]
     larger = torch.maximum(high.abs(), low.abs())
     ties = (low == high) | (((high - low).abs() <= MARGIN * larger) & (larger < torch.inf))

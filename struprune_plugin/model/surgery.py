@@ -135,16 +135,15 @@ def _find_tensor(layer: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
 
 
 def _set_tensor(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter or buffer, cast to its dtype, where it is; not by attribute, which would onload the old one and leave it."""
     attribute = name.rpartition(".")[2]
     with disable_onloading():
         old = getattr(owner, attribute)
     is_parameter = isinstance(old, nn.Parameter)
-    device = None if isinstance(owner._parameters if is_parameter else owner._buffers, OffloadCache) else old.device
+    held: Any = owner._parameters if is_parameter else owner._buffers
+    device = None if isinstance(held, OffloadCache) else old.device  # the cache itself places tensors
     new = value.detach().to(old.dtype).to(device).contiguous()
-    if is_parameter:
-        owner._parameters[attribute] = nn.Parameter(new, old.requires_grad)
-    else:
-        owner._buffers[attribute] = new
+    held[attribute] = nn.Parameter(new, old.requires_grad) if is_parameter else new
 
 
 def change_tensor(layer: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -215,13 +214,9 @@ def set_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 def _set_parameters(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
     drop_onloaded(linear)  # llm-compressor would otherwise keep the old ones, of another size
-    with disable_onloading():
-        old = linear.weight
-    device = None if isinstance(linear._parameters, OffloadCache) else old.device  # the cache itself places tensors
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:  # not by attribute: that would onload the old weights to the device and leave them there
-            value = tensor.detach().to(old.dtype).to(device).contiguous()
-            linear._parameters[name] = nn.Parameter(value, old.requires_grad)
+        if tensor is not None:
+            _set_tensor(linear, name, tensor)
     linear.out_features, linear.in_features = weight.shape
     if hasattr(linear, "quantization_scheme"):  # a quantiser later in the recipe has sized its parameters already
         assert linear.quantization_status <= QuantizationStatus.INITIALIZED  # type: ignore[operator]

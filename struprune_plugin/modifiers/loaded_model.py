@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
 from transformers import PreTrainedModel
 
 from struprune_plugin.export.any_class import build_dense
@@ -19,8 +18,12 @@ def check_loaded(model: PreTrainedModel) -> None:
     that its class does not make of its configuration."""
     check_architecture([find_stock(type(model)).__name__], model.config)
     check_returns(model.config)
-    check_adapters(model)
     for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            adapters = sorted({one for part in module.adapter_layer_names for one in getattr(module, part, None) or ()})
+            raise ValueError(
+                f"model: must carry no adapters, got {', '.join(adapters) or type(module).__name__} on {name}. {MERGE}"
+            )
         forward = find_forward(module)
         if not (forward is None or hasattr(forward, "__self__") or wraps_own(module, forward)):
             name_found = getattr(forward, "__name__", type(forward).__name__)
@@ -46,14 +49,4 @@ def check_loaded(model: PreTrainedModel) -> None:
                 f"model: {name} must have the shape {wanted.get(name)} that {type(model).__name__} makes of its configuration, got "
                 f"{present.get(name)}. Correct the model, or the configuration (resize_token_embeddings for other tokens, "
                 "tie_word_embeddings for a head)."
-            )
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError where a model carries adapters of peft, by the name of the first."""
-    for place, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            names = sorted({name for part in module.adapter_layer_names for name in getattr(module, part, None) or ()})
-            raise ValueError(
-                f"model: must carry no adapters, got {', '.join(names) or type(module).__name__} on {place}. {MERGE}"
             )

@@ -93,10 +93,8 @@ class StruPruneModifier(PruningFields):
         size, layers = count_weight_bytes(model), [layer for layer, _ in find_layouts(model)]
         inside = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
         removed = setup.count_removed() * model.dtype.itemsize
-        if any(isinstance(other, QuantizationMixin) for other in self._stages[1]):
-            written = (size - removed) // (2 * model.dtype.itemsize)
-        else:
-            written = size - removed
+        is_quantised = any(isinstance(other, QuantizationMixin) for other in self._stages[1])
+        written = (size - removed) // (2 * model.dtype.itemsize if is_quantised else 1)
         wanted = [] if self._output is None else [("output_dir", self._output, written)]
         if self._store is not None:
             wanted.append(("checkpoint_dir", self._store.folder, max(0, inside - removed - self._store.count_bytes())))

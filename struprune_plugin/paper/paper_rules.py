@@ -134,7 +134,7 @@ def allocate_global_threshold(groups: Sequence[GroupSize], scores: Sequence[Tens
     """
     costs = torch.cat([torch.full((len(s),), g.unit_cost) for g, s in zip(groups, scores, strict=True)])
     owner = torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)])
-    order = order_scores(torch.cat([s.double().cpu() for s in scores]), descending=True)
+    order = order_scores(-torch.cat([s.double().cpu() for s in scores]))
     most = (1 - sparsity) * float(costs.sum())
     # float64: int64 is compared with a Python float in float32
     kept = owner[order[costs[order].cumsum(0).double() <= most]]

@@ -95,7 +95,9 @@ def list_vocabulary_facts(record: VocabularyRecord | None) -> list[tuple[str, st
         ("vocabulary", f"{record.rows_before:,} → {record.rows_after:,} tokens ({share:+.1%} of the whole model)"),
         ("held-out text", longer),
     ]
-    names = sorted(record.lost_scripts, key=lambda name: -record.scripts[name][0])
+    # a tenth of whose tokens is left at most: they are now written in bytes, or letter by letter
+    scripts = {name: before for name, (before, after) in record.scripts.items() if after < 0.1 * before}
+    names = sorted(scripts, key=lambda name: (-scripts[name], name))
     lost = ", ".join(name.title() for name in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return [*facts, ("scripts without words", lost)] if lost else facts
 

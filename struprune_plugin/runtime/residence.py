@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
 
 import llmcompressor.transformers.compression.compressed_tensors_utils as saving
 import psutil
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.offload.cache import OffloadCache
-from compressed_tensors.utils import patch_attr
+from compressed_tensors.utils import patch_attr, patch_attrs
 from llmcompressor.utils.transformers import get_embeddings
 from torch import Tensor, nn
 
@@ -91,23 +92,22 @@ class HostBuffers:
 @contextmanager
 def onload_one_layer(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Release onloaded weights of other modules while a decoder layer runs; llm-compressor would keep the embeddings beside it."""
+
+    def drop_others(layer: nn.Module, _args: tuple) -> None:
+        drop_onloaded(layer, others=True)
+
     with ExitStack() as stack:
         for layer in layers:
-            handle = layer.register_forward_pre_hook(
-                lambda running, _: drop_onloaded(running, others=True), prepend=True
-            )
-            stack.callback(handle.remove)
+            stack.enter_context(layer.register_forward_pre_hook(drop_others, prepend=True))
         yield
 
 
 @contextmanager
 def read_on_host(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Leave the modules' own weights on the host where they are read."""
-    with ExitStack() as stack:
-        for module in modules:
-            for cache in (module._parameters, module._buffers):
-                if isinstance(cache, OffloadCache):
-                    stack.enter_context(patch_attr(cache, "onload_device", torch.device("cpu")))
+    held = (cache for module in modules for cache in (module._parameters, module._buffers))
+    caches = [cache for cache in held if isinstance(cache, OffloadCache)]
+    with patch_attrs(caches, "onload_device", repeat(torch.device("cpu"))):
         yield
 
 

@@ -47,11 +47,6 @@ class VocabularyRecord(BaseModel):
     curve: list[CurvePoint]
     kept: list[int]  # ids in ``base`` by new id
 
-    @property
-    def lost_scripts(self) -> list[str]:
-        """Scripts of which nine tenths of the tokens are gone: they are now written in bytes, or letter by letter."""
-        return sorted(name for name, (before, after) in self.scripts.items() if after < 0.1 * before)
-
 
 def write_record(record: VocabularyRecord, folder: Path) -> None:
     """Write a record into a folder, whole or not at all."""

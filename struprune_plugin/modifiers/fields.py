@@ -194,22 +194,6 @@ class StructuredModifier(StageModifier):
         self.model_fields_set.intersection_update(named)
         return self
 
-    def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups that the recipe selects; transposed linears (GPT-2) are converted and experts split in place first."""
-        replace_conv1d(model)
-        kinds = self.list_units()
-        for kind in kinds:
-            kind.check(model.config.model_type, find_layouts(model))
-        if self.prunes_mixtures and find_structure(model).has_mixtures:
-            linearize_experts(model)
-        return list_groups(model, kinds, self.targets, self.ignore)
-
-    def add_units(self, model: PreTrainedModel) -> Self:
-        """Return the recipe with the kinds of units that a model has and that recipes without ``units`` prune, too."""
-        recipe, present = self.model_copy(), {unit.kind for unit in find_structure(model).list_units()}
-        recipe._added = [kind for kind in list_kinds() if kind.by_default and kind.kind in present]
-        return recipe
-
     def list_units(self) -> list[UnitKind]:
         """Return the kinds of units to prune."""
         if self.units is not None:
@@ -277,10 +261,19 @@ class PruningFields(StructuredModifier):
         return self
 
     def add_units(self, model: PreTrainedModel) -> Self:
-        recipe, output = super().add_units(model), OUTPUTS[self.output]
-        recipe._added = [kind for kind in recipe._added if not output.find_obstacle(model, kind)]
+        """Return the recipe with the kinds of units that a model and its output allow and recipes without ``units`` prune, too."""
+        recipe, present = self.model_copy(), {unit.kind for unit in find_structure(model).list_units()}
+        kinds = [kind for kind in list_kinds() if kind.by_default and kind.kind in present]
+        recipe._added = [kind for kind in kinds if not OUTPUTS[self.output].find_obstacle(model, kind)]
         return recipe
 
     def prepare_groups(self, model: PreTrainedModel) -> list[UnitGroup]:
-        """Return the groups that the recipe selects and its output can hold."""
-        return OUTPUTS[self.output].select(model, super().prepare_groups(model))
+        """Return the groups that the recipe selects and its output can hold; transposed linears (GPT-2) are converted and experts
+        split in place first."""
+        replace_conv1d(model)
+        kinds = self.list_units()
+        for kind in kinds:
+            kind.check(model.config.model_type, find_layouts(model))
+        if self.prunes_mixtures and find_structure(model).has_mixtures:
+            linearize_experts(model)
+        return OUTPUTS[self.output].select(model, list_groups(model, kinds, self.targets, self.ignore))

@@ -56,6 +56,21 @@ class AttentionUnits(UnitKind):
         sizes, heads = measure_heads(unit, layer), "" if unit.has_heads else "; not as whole heads"
         return f"{unit.output}: {sizes['num_key_value_heads']} heads of {sizes['value_head_dim']} value channels{heads}"
 
+    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
+        blocks = group.num_blocks if self.splits_blocks else group.num_units
+        heads = blocks * (group.part_rows["gate"] // group.part_rows["value"])
+        width = group.part_rows["value"] if self.splits_blocks else group.num_columns
+        columns = [heads if self.splits_blocks else 1, width, width]
+        padding: dict[str, Any] = {group.consumer: {"narrow": {"blocks": 1, "segments": [columns]}}}
+        for name, parts in group.producers.items():
+            rows, runs = {part: group.part_rows[part] * blocks for part in parts}, blocks * group.runs.get(name, 0) or 1
+            if not self.splits_blocks and runs > 1:  # whole runs go
+                rows, parts, runs = {"value": sum(rows.values())}, ("value",), 1
+            sizes = [width if self.splits_blocks and part in self.parts else rows[part] // runs for part in parts]
+            segments = [[rows[part] // runs // size, size, size] for part, size in zip(parts, sizes, strict=True)]
+            padding[name] = {"pad": {"blocks": runs, "segments": segments}}
+        return padding
+
     def list_surplus(self, units: Sequence[UnitLayout]) -> dict[str, str]:
         """Return all but one mixer of a layer: softmax attention, whose values may be rotated, rather than a state space."""
         mixers = sorted(
@@ -99,7 +114,7 @@ class Heads(AttentionUnits):
                 yield describe_heads(attention, layer, self)
 
     def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
-        return {} if group.layout.takes_fewer_heads else _describe_padding(group)
+        return {} if group.layout.takes_fewer_heads else super().describe_padding(group)
 
     def resize_module(self, layer: nn.Module, group: UnitGroup, num_keep: int) -> None:
         super().resize_module(layer, group, num_keep)
@@ -140,9 +155,6 @@ class ValueChannels(AttentionUnits):
     def describe(self, group: UnitGroup) -> str:
         return f"{self.label} × {group.num_blocks} heads"
 
-    def describe_padding(self, group: UnitGroup) -> dict[str, Any]:
-        return _describe_padding(group)
-
 
 def measure_heads(attention: AttentionLayout, layer: nn.Module) -> dict[str, int]:
     """Return the present numbers of heads and their widths, by the fields of :class:`LayerSizes`."""
@@ -175,22 +187,6 @@ def describe_heads(attention: AttentionLayout, layer: nn.Module, kind: UnitKind)
         module=attention.module,
         extra_linears=tuple(attention.producers)[:2] if attention.is_plain else (),
     )
-
-
-def _describe_padding(group: UnitGroup) -> dict[str, Any]:
-    is_split, blocks = group.unit.splits_blocks, group.num_blocks if group.unit.splits_blocks else group.num_units
-    heads = blocks * (group.part_rows["gate"] // group.part_rows["value"])
-    width = group.part_rows["value"] if is_split else group.num_columns
-    columns = [heads if is_split else 1, width, width]
-    padding: dict[str, Any] = {group.consumer: {"narrow": {"blocks": 1, "segments": [columns]}}}
-    for name, parts in group.producers.items():
-        rows, runs = {part: group.part_rows[part] * blocks for part in parts}, blocks * group.runs.get(name, 0) or 1
-        if not is_split and runs > 1:  # whole runs go
-            rows, parts, runs = {"value": sum(rows.values())}, ("value",), 1
-        sizes = [width if is_split and part in group.unit.parts else rows[part] // runs for part in parts]
-        segments = [[rows[part] // runs // size, size, size] for part, size in zip(parts, sizes, strict=True)]
-        padding[name] = {"pad": {"blocks": runs, "segments": segments}}
-    return padding
 
 
 def _refuse(unit: str, other: str, model_type: str, problem: str) -> str:

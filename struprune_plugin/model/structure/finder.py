@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +42,10 @@ def find_structure_of(config: PreTrainedConfig, model_class: Any = None) -> Stru
         count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
         if not 0 < count <= _MAX_LAYERS:
             raise ValueError(f"num_hidden_layers must be in [1, {_MAX_LAYERS}], got {count}")
-        build = partial(build_tiny, config, model_class=model_class)
         what = f"structure {[*UNIT_KINDS]}"
-        structure = prove_once(what, model_class, config, lambda: _measure_structure(build()))
+        structure = prove_once(
+            what, model_class, config, lambda: _measure_structure(build_tiny(config, model_class=model_class))
+        )
     except Exception as error:  # any error of a class that is no decoder, or of a broken configuration
         raise ValueError(
             f"model: {config.model_type!r} must be a decoder of which a tiny instance can be built and run, got "

@@ -126,8 +126,8 @@ def enter_device_context(
         stack.enter_context(compute_wide(model, widened))
         stack.enter_context(onload_one_layer([layer for _, layer in find_decoder_layers(model)]))
         context = DeviceContext(offload)
-        context.widened = widened
-        logger.info(f"layers compute in {describe_precision(model.dtype, precision, device)}")
+        context.widened, context.computed_in = widened, describe_precision(model.dtype, precision, device)
+        logger.info(f"layers compute in {context.computed_in}")
         if offload:
             embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
             head = model.get_output_embeddings()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from struprune_plugin.export.outputs import OUTPUTS
+from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.model.layers import QUANTISER_PARAMETERS
 from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import is_pruned
@@ -220,8 +221,7 @@ def read_rows(batches: Iterable) -> list[tuple[Tensor, Tensor]]:
                 "dataset: every batch must hold input_ids, a tensor of whole numbers from 0 on with sequences as rows, none "
                 f"of them empty, got {shorten_value(ids.tolist() if isinstance(ids, Tensor) else batch)}. Correct the data."
             )
-        ids, mask = ids.cpu().to(torch.int64), batch.get("attention_mask")
-        rows += zip(ids, torch.ones_like(ids).bool() if mask is None else mask.cpu().bool(), strict=True)
+        rows += zip(ids.cpu().to(torch.int64), mark_tokens(batch).cpu(), strict=True)
     return rows
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.core import Event, State
-from llmcompressor.utils.dev import get_main_device
 from llmcompressor.utils.helpers import DisableQuantization
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -20,7 +19,7 @@ from struprune_plugin.modifiers.checks import check_order, check_sequences, chec
 from struprune_plugin.modifiers.stage_modifier import StageModifier
 from struprune_plugin.recovery.training import AdapterTraining, RecoveryConfig, attach_adapters, match_linears
 from struprune_plugin.runtime.distributed import check_one_process
-from struprune_plugin.runtime.precision import Precision, describe_precision
+from struprune_plugin.runtime.precision import Precision
 from struprune_plugin.storage.manifest import MANIFEST_NAME, RecoveryRecord, read_manifest, write_manifest
 
 
@@ -79,7 +78,7 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
             "trained_parameters": sum(parameter.numel() for parameter in parameters),
             "linears": len(self._linears),
             "samples": {"trained": len(train), "held_out": len(held_out)},
-            "computed_in": describe_precision(model.dtype, self.precision, get_main_device()),
+            "computed_in": context.computed_in,
             "seconds": round(time.perf_counter() - began, 3),
             "memory_measure": context.measure,
             "stages": [{"name": name, **asdict(stage)} for name, stage in context.stages.items()],

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from llmcompressor.modifiers import Modifier
-from llmcompressor.utils.dev import get_main_device
 from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +28,6 @@ from struprune_plugin.modifiers.allocator import complete_recipe
 from struprune_plugin.modifiers.fields import PruningFields, StructuredModifier
 from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
-from struprune_plugin.runtime.precision import describe_precision
 from struprune_plugin.storage import manifest
 
 
@@ -97,7 +95,7 @@ class RunSetup(Setup):
                 limit=budgets.describe_limit(self.recipe, self.num_parameters, left, count_weight_bytes(model)),
             ),
             allocation=allocation.record,
-            computed_in=describe_precision(model.dtype, self.recipe.precision, get_main_device()),
+            computed_in=context.computed_in,
             memory_measure=context.measure,
             stages=[manifest.StageEntry(name, round(s.seconds, 3), s.peak_bytes) for name, s in context.stages.items()],
             groups=groups,

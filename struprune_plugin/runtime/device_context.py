@@ -29,6 +29,7 @@ class DeviceContext:
     :ivar solves_on_host: whether moments, solves and embeddings are on the host; otherwise they are on the device, and so are the
         next layer's weights, which are fetched ahead
     :ivar widened: dtypes whose layers compute in float32
+    :ivar computed_in: dtype in which the model's layers compute and, where it is another than theirs, why
     :ivar on_device: bytes that stay on the device between the layers, by what they hold
     :ivar stages: records by name, in the order of their first spans
     """
@@ -36,6 +37,7 @@ class DeviceContext:
     def __init__(self, offload: bool = False):
         self.solves_on_host = offload
         self.widened: Collection[torch.dtype] = ()
+        self.computed_in = ""
         self.on_device: Mapping[str, int] = {}
         self.stages: dict[str, StageRecord] = {}
         self._ahead, self._buffers = WeightsAhead(), HostBuffers()

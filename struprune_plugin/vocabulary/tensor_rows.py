@@ -144,13 +144,11 @@ def find_copies(folder: Path, stored: Mapping[str, Stored], rows: Sequence[str])
 
     :param rows: names of the tensors that are compared
     """
-
-    tensors = dict[str, torch.Tensor]()
+    parts = list[torch.Tensor]()
     for name in rows:
         with safe_open(folder / stored[name].file, "pt") as opened:
-            tensors[name] = opened.get_tensor(name).view(torch.uint8)
-    earlier = {name: rows[:place] for place, name in enumerate(rows)}
-    return [name for name in rows if any(torch.equal(tensors[name], tensors[other]) for other in earlier[name])]
+            parts.append(opened.get_tensor(name).view(torch.uint8))  # a view of the file
+    return [name for place, name in enumerate(rows) if any(torch.equal(parts[place], each) for each in parts[:place])]
 
 
 def copy_tensors(

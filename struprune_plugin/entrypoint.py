@@ -100,7 +100,14 @@ def oneshot(
     named = [source, recipe, offloaded, *map(kwargs.get, ("dataset", "dataset_path", "tokenizer", "processor"))]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
     pruning = next((each for each in loaded.modifiers if isinstance(each, StruPruneModifier)), None)
-    store = None if checkpoint_dir is None else _open_store(pruning, checkpoint_dir, inputs, output_dir)
+    store = None
+    if checkpoint_dir is not None:
+        if pruning is None:
+            raise ValueError(
+                "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
+            )
+        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
+        pruning.set_store(store)
     with ExitStack() as stack:
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -136,20 +143,6 @@ def oneshot(
     if output_dir is not None and is_source_process():
         logger.info("\n" + "\n\n".join(summarize_output(Path(output_dir))))
     return compressed
-
-
-def _open_store(
-    pruning: StruPruneModifier | None,
-    folder: str | os.PathLike,
-    inputs: list[str | os.PathLike],
-    output: str | os.PathLike | None,
-) -> ResumeStore:
-    """Return the store of a pruning stage's finished parts, which the stage then uses."""
-    if pruning is None:
-        raise ValueError("checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out.")
-    store = ResumeStore(Path(folder), [*inputs, *([] if output is None else [output])])
-    pruning.set_store(store)
-    return store
 
 
 def _check_alone(modifiers: list[Modifier], model: PreTrainedModel, folder: Path | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,8 +38,39 @@ class ShrinkingUnits(UnitKind):
         """Return the units of one module of a layer."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def prove(self, unit: UnitLayout, measured: Measured, run: TinyRun) -> tuple[str, UnitLayout]:
-        return prove_removal(measured, run, partial(self.describe_group, unit)), unit
+        """Return why a third of a module's units cannot be removed, empty where a model without them equals one with zeros instead,
+        and the module.
+
+        Compared are a prompt as a whole; in two pieces and then token by token with a cache; and padded on the left with a cache;
+        all as far as the dense class runs so.
+        """
+        masked, sliced = deepcopy(run.model), deepcopy(run.model)
+        names = {id(module): name for name, module in run.model.named_modules()}
+        for layer in measured.layers:
+            group = self.describe_group(unit, layer)
+            if group.num_units < 2 * group.num_blocks:
+                return "it has one unit", unit
+            keep = pick_two_thirds(group)
+            blank_group(masked.get_submodule(names[id(layer)]), group, keep)
+            shrunk = sliced.get_submodule(names[id(layer)])
+            for name, padding in group.unit.describe_padding(group).items():
+                adopt_padding(*find_owner(shrunk, name), padding)
+            slice_group(shrunk, group, keep)
+        pieces = partial(run_in_pieces, sizes=[run.tokens.shape[1] - 12, 9, 1, 1, 1])
+        for form in (run.forward, pieces, _run_padded):
+            try:
+                wanted = form(masked, run.tokens)
+            except Exception:  # stock code that does not run in this form
+                continue
+            try:
+                logits = form(sliced, run.tokens)
+            except Exception as error:  # any error of a module that relies on its width
+                return f"the module does not run at another width ({type(error).__name__})", unit
+            if replace(run, model=masked, forward=form).describe_difference(logits, wanted):
+                return "removing its rows changes more than zeros in their place do", unit
+        return "", unit
 
     def list_groups(self, layout: LayerLayout, layer: nn.Module) -> Iterator[UnitGroup]:
         for unit in layout.units:
@@ -54,42 +85,6 @@ class ShrinkingUnits(UnitKind):
                 f"units: must name kinds that {model_type!r} has, got {self.kind!r}; it has {', '.join(kinds)}"
                 f"{''.join(f'; {reason}' for reason in reasons)}. Remove {self.kind!r}."
             )
-
-
-@torch.no_grad()
-def prove_removal(measured: Measured, run: TinyRun, describe: Callable[[Any], UnitGroup]) -> str:
-    """Return why a third of a module's units cannot be removed; empty where a model without them equals one with zeros instead.
-
-    Compared are a prompt as a whole; in two pieces and then token by token with a cache; and padded on the left with a cache;
-    all as far as the dense class runs so.
-
-    :param describe: returns the group of units in one of the measured layers
-    """
-    masked, sliced = deepcopy(run.model), deepcopy(run.model)
-    names = {id(module): name for name, module in run.model.named_modules()}
-    for layer in measured.layers:
-        group = describe(layer)
-        if group.num_units < 2 * group.num_blocks:
-            return "it has one unit"
-        keep = pick_two_thirds(group)
-        blank_group(masked.get_submodule(names[id(layer)]), group, keep)
-        shrunk = sliced.get_submodule(names[id(layer)])
-        for name, padding in group.unit.describe_padding(group).items():
-            adopt_padding(*find_owner(shrunk, name), padding)
-        slice_group(shrunk, group, keep)
-    pieces = partial(run_in_pieces, sizes=[run.tokens.shape[1] - 12, 9, 1, 1, 1])
-    for form in (run.forward, pieces, _run_padded):
-        try:
-            wanted = form(masked, run.tokens)
-        except Exception:  # stock code that does not run in this form
-            continue
-        try:
-            logits = form(sliced, run.tokens)
-        except Exception as error:  # any error of a module that relies on its width
-            return f"the module does not run at another width ({type(error).__name__})"
-        if replace(run, model=masked, forward=form).describe_difference(logits, wanted):
-            return "removing its rows changes more than zeros in their place do"
-    return ""
 
 
 def _run_padded(model: Any, tokens: Tensor) -> Tensor:

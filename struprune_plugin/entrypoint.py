@@ -109,6 +109,8 @@ def oneshot(
         store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
         pruning.set_store(store)
     with ExitStack() as stack:
+        if store is not None:
+            stack.enter_context(store)
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(seed)
@@ -138,8 +140,6 @@ def oneshot(
             carry_manifest(source, folder)
             if (folder / MANIFEST_NAME).is_file():
                 write_card(folder)
-    if store is not None:
-        store.clear()
     if output_dir is not None and is_source_process():
         logger.info("\n" + "\n\n".join(summarize_output(Path(output_dir))))
     return compressed

@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,11 +27,12 @@ from struprune_plugin.runtime.distributed import gather
 from struprune_plugin.runtime.records import join_tensors, split_tensors
 from struprune_plugin.storage.files import check_place, is_empty, replace_file, write_whole
 
-_RUN = "struprune_run.json"
+_RUN, _LOCK = "struprune_run.json", "lock.partial"
 
 
 class ResumeStore:
-    """Store of the finished parts of one run.
+    """Store of the finished parts of one run, which no other run may use as long as its block lasts. If that ends without an error,
+    the run is over, and the store's files are removed.
 
     :param folder: folder of the store, created if absent
     :param others: what the run reads and writes besides
@@ -51,15 +53,37 @@ class ResumeStore:
                 f"checkpoint_dir: must be empty, absent or the checkpoint of an earlier run, {self.folder} is none of these. "
                 "Choose another path."
             )
+        self._lock = FileLock(self.folder / _LOCK, blocking=False)
+
+    def __enter__(self) -> ResumeStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._lock.is_locked:
+            if kind is None:
+                self._clear()
+            with suppress(OSError):  # Windows removes no open file
+                (self.folder / _LOCK).unlink()
+            self._lock.release()
+            with suppress(OSError):
+                self.folder.rmdir()  # unless it holds parts
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Begin or resume the run that an identity describes.
 
         :param identity: JSON values by topic (recipe, model, data, versions)
-        :raises ValueError: the folder holds the parts of another run; the message says what differs
+        :raises ValueError: the folder holds the parts of another run; the message says what differs. Another run is using it
         :raises OSError: the disk cannot be written
         """
         file, identity = self.folder / _RUN, json.loads(json.dumps(identity, default=str))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"checkpoint_dir: must not be used by another run, got one that uses {self.folder}. Wait for it, or choose another "
+                "folder."
+            ) from None
         if file.is_file():
             before = json.loads(file.read_text(encoding="utf-8"))
             changes = [name for name in identity if identity[name] != before.get(name)]
@@ -71,7 +95,6 @@ class ResumeStore:
             count = len(list(self.folder.glob("*.safetensors")))
             logger.info(f"checkpoint_dir: continuing after {count} finished parts in {self.folder}")
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
             with self._writing("the description of the run"):
                 write_whole(file, json.dumps(identity, indent=1) + "\n")
 
@@ -106,12 +129,11 @@ class ResumeStore:
         """Return the bytes of the finished parts."""
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
-    def clear(self) -> None:
-        """Remove the files of the store, once the run is over."""
-        for file in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.partial"), self.folder / _RUN):
+    def _clear(self) -> None:
+        """Remove the files of the store."""
+        left = [file for file in self.folder.glob("*.partial") if file.name != _LOCK]
+        for file in (*self.folder.glob("*.safetensors"), *left, self.folder / _RUN):
             file.unlink(missing_ok=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
     @contextmanager
     def _writing(self, part: str) -> Iterator[None]:

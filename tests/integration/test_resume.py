@@ -136,6 +136,18 @@ def test_a_checkpoint_that_was_being_begun_is_empty(tmp_path):
         ResumeStore(tmp_path / "other")
 
 
+def test_a_checkpoint_serves_one_run_at_a_time(tmp_path):
+    """Else the run that ends first would remove the other's parts."""
+    with ResumeStore(tmp_path / "c") as store:
+        store.open({"recipe": 1})
+        message = "checkpoint_dir: must not be used by another run, got one that uses"
+        with pytest.raises(ValueError, match=message), ResumeStore(tmp_path / "c") as other:
+            other.open({"recipe": 1})
+        store.write("layer-00000", [torch.ones(1)])
+        assert store.count_bytes()
+    assert not (tmp_path / "c").exists()
+
+
 def test_the_identity_of_a_mixture_covers_its_experts_and_its_saved_buffers():
     model = build_tiny(make_config("glm4_moe", 2))
     found = [describe_weights(model)]

@@ -95,7 +95,7 @@ def trim_first(
 
 def _name_whole(manifest: Manifest, plan: TrimPlan, folder: Path) -> None:
     """Let the manifest of an output tell the model before rows of its vocabulary went."""
-    whole = manifest.model.parameters_before + plan.num_removed
+    whole = manifest.model.parameters_before + plan.count_removed(manifest.model.left_out)
     gone = 1 - manifest.model.parameters_after / whole
     named = replace(manifest.model, base=plan.source.base, parameters_before=whole, removed_share=gone)
     write_manifest(manifest.model_copy(update={"model": named}), folder)

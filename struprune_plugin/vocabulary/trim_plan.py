@@ -7,6 +7,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,11 @@ class Source:
         """Number of parameters, as stored; tied ones count once."""
         return sum(tensor.count for name, tensor in self.stored.items() if name not in self.copies)
 
+    def count_row(self, left_out: Collection[str] = ()) -> int:
+        """Return the number of parameters in a row of all tensors together, tied ones once, without those that are left out."""
+        counted = [self.stored[name] for name in self.rows if name not in self.copies and name not in left_out]
+        return sum(tensor.count // tensor.shape[0] for tensor in counted)
+
     @property
     def base(self) -> str:
         """The folder, whole, or the hub name."""
@@ -132,7 +138,11 @@ class TrimPlan:
     @property
     def num_removed(self) -> int:
         """Number of parameters that go, as stored; tied ones count once."""
-        return self.source.num_parameters - self.estimate(self.size).parameters
+        return self.count_removed()
+
+    def count_removed(self, left_out: Collection[str] = ()) -> int:
+        """Return the number of parameters that go, without those of some tensors."""
+        return self.source.count_row(left_out) * (self.source.num_rows - self.size)
 
     def resize(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the configuration of the model with the kept rows alone."""
@@ -142,11 +152,10 @@ class TrimPlan:
 
     def estimate(self, size: int) -> CurvePoint:
         """Return what a size is estimated to cost."""
-        stored, gone = self.source.stored, self.num_tokens - size
-        rows = [name for name in self.source.rows if name not in self.source.copies]
-        row = sum(stored[name].count // stored[name].shape[0] for name in rows)
+        gone = self.num_tokens - size
         more = self.growth[gone - 1] if gone > 0 else 0.0
-        return CurvePoint(size, self.source.num_parameters - row * (self.source.num_rows - size), more)
+        left = self.source.num_parameters - self.source.count_row() * (self.source.num_rows - size)
+        return CurvePoint(size, left, more)
 
     def draw_curve(self) -> list[CurvePoint]:
         """Return the sizes of a curve, the largest first, with the planned one."""

@@ -409,6 +409,20 @@ def test_prune_trims_first(plain, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_rows_of_tensors_that_the_class_does_not_load_are_no_part_of_the_whole(plain, tmp_path):
+    """Layers that predict several tokens ahead have embeddings of their own."""
+    folder = shutil.copytree(plain, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    ahead = {"model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"] + 1}
+    save_file({**tensors, **ahead}, folder / "model.safetensors", {"format": "pt"})
+    small = ["--data", str(DEMO_CALIBRATION), "--num-samples", "4", "--seq-length", "32", "--vocabulary", "0.9"]
+    command = ["prune", str(folder), *small, "--recipe", "struprune_uniform", "--output", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    model = read_manifest(tmp_path / "out").model
+    assert model.left_out == [*ahead]
+    assert model.parameters_before == AutoModelForCausalLM.from_pretrained(plain).num_parameters()
+
+
 LORA = "adapters_stage: {adapters_modifiers: {LoRARecoveryModifier: {adapters: {rank: 2}, schedule: {epochs: 1}}}}\n"
 
 

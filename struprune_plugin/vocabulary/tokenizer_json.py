@@ -35,7 +35,11 @@ class TokenizerJson:
 
     @cached_property
     def backend(self) -> Tokenizer:
-        return Tokenizer.from_str(self.text)
+        """The library's tokenizer, which neither cuts nor pads texts, whatever lengths the file was saved with."""
+        tokenizer = Tokenizer.from_str(self.text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def ids(self) -> dict[str, int]:

@@ -205,6 +205,17 @@ def test_the_text_part_of_a_multimodal_configuration(tmp_path):
     assert all(torch.equal(tower[0][name], tower[1][name]) for name in tower[0] if "vision" in name)
 
 
+def test_lengths_that_a_tokenizer_was_saved_with_change_no_count(plain, tmp_path):
+    """A tokenizer that has cut and padded texts, for a training, writes so into its file."""
+    other = shutil.copytree(plain, tmp_path / "other")
+    tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(length=80)
+    tokenizer.save(str(other / "tokenizer.json"))
+    first, second = (trim_vocabulary(folder, None, DEMO_CALIBRATION, vocabulary=0.8) for folder in (plain, other))
+    assert first.model_dump(exclude={"base"}) == second.model_dump(exclude={"base"})
+
+
 def test_per_layer_embeddings(tmp_path):
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 

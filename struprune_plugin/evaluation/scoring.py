@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from struprune_plugin.layerwise.wide_layers import compute_wide
-from struprune_plugin.model.layers import find_decoder_layers
+from struprune_plugin.model.layers import SOFT_CAP, find_decoder_layers
 from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.runtime.precision import describe_precision, find_widened
 from struprune_plugin.storage.checkpoint import load_tokenizer, load_whole, read_config
@@ -132,8 +132,10 @@ def load_checkpoint(
 
     :raises ValueError: nothing to load there; weight files that are broken, or that lack tensors of the configuration
     """
-    auto = find_auto_class(read_config(path, trust_remote_code=trust_remote_code))
-    model = load_whole(auto, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    is_capped = getattr(config.get_text_config(decoder=True), SOFT_CAP, None) is not None
+    kind = {"attn_implementation": "eager"} if is_capped else {}  # fused attention would leave the cap out
+    model = load_whole(find_auto_class(config), path, dtype=dtype, trust_remote_code=trust_remote_code, **kind)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), load_tokenizer(path, trust_remote_code=trust_remote_code)
 

@@ -97,13 +97,15 @@ def calibrating(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def fuse_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Compute attention without maps and, where the model needs none, without a mask, if fused attention is exact.
+    """Compute attention without maps and, where the model needs none, without a mask, if fused attention is exact, else eagerly.
 
-    llm-compressor forces eager attention, whose mask is dense even where no token is padding.
+    llm-compressor forces eager attention, whose mask is dense even where no token is padding. transformers loads models with fused
+    attention that it is not exact for.
     """
+    kind = "sdpa" if can_fuse_attention(model) else "eager"
     modules: list[Any] = [model, *(module for _, layer in find_decoder_layers(model) for module in layer.modules())]
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-    with patch_attrs(configs.values() if can_fuse_attention(model) else (), "_attn_implementation", repeat("sdpa")):
+    with patch_attrs(configs.values(), "_attn_implementation", repeat(kind)):
         yield
 
 

@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from helpers.models import ROOT, make_opt
+from helpers.families import make_model
+from helpers.models import ROOT, make_opt, save_model
 
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import scoring
@@ -65,6 +66,14 @@ def test_text_that_gives_no_window_is_refused_before_a_model_is_loaded(options, 
     file.write_text('{"text": "Once upon a"}')
     assert cli.main(["eval", str(DEMO_MODEL), "--text", str(file), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_a_model_with_a_soft_cap_is_scored_with_it(tmp_path):
+    """transformers loads it with fused attention, which leaves the cap out."""
+    model, tokens = make_model("gemma2", attn_logit_softcapping=2.0), torch.arange(4, 36)[None]
+    save_model(model, tmp_path)
+    torch.testing.assert_close(load_checkpoint(str(tmp_path))[0](tokens).logits, model(tokens).logits)
 
 
 def test_run_tasks_scores_what_the_harness_scores(monkeypatch):

@@ -58,6 +58,16 @@ def test_text_without_padding_has_no_mask(model_type):
         assert all((mask is not None) == (batch or model_type == "mistral") for mask in row)
 
 
+@torch.no_grad()
+def test_a_soft_cap_is_kept_where_transformers_would_fuse_attention_without_it():
+    model = make_model("gemma2", attn_logit_softcapping=2.0)
+    batch = make_batches(model)[0]
+    wanted = model(**batch).logits
+    model.set_attn_implementation("sdpa")
+    with enter_device_context(model):
+        torch.testing.assert_close(model(**batch).logits, wanted)
+
+
 def build(model_type):
     where, fields = MODELS[model_type]
     return build_tiny(CONFIG_MAPPING[model_type](**fields)).requires_grad_(False), where

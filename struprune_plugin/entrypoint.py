@@ -100,17 +100,14 @@ def oneshot(
     named = [source, recipe, offloaded, *map(kwargs.get, ("dataset", "dataset_path", "tokenizer", "processor"))]
     inputs = [path for path in named if isinstance(path, (str, os.PathLike)) and str(path) and "\n" not in str(path)]
     pruning = next((each for each in loaded.modifiers if isinstance(each, StruPruneModifier)), None)
-    store = None
-    if checkpoint_dir is not None:
-        if pruning is None:
-            raise ValueError(
-                "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
-            )
-        store = ResumeStore(Path(checkpoint_dir), [*inputs, *([] if output_dir is None else [output_dir])])
-        pruning.set_store(store)
     with ExitStack() as stack:
-        if store is not None:
-            stack.enter_context(store)
+        if checkpoint_dir is not None:
+            if pruning is None:
+                raise ValueError(
+                    "checkpoint_dir: holds parts of a StruPruneModifier, got a recipe without one. Leave it out."
+                )
+            others = [*inputs, *([] if output_dir is None else [output_dir])]
+            pruning.set_store(stack.enter_context(ResumeStore(Path(checkpoint_dir), others)))
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(seed)

@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 _ARGUMENTS = {"checkpoint_dir": "checkpoint", "dataset": "data", "offload_folder": "offload", "output_dir": "output"}
+_ARGUMENTS |= {name: name for name in ("language", "limit", "reserved", "text", "vocabulary", "words")}
 
 
 class Screen:
@@ -26,8 +27,12 @@ class Screen:
         from loguru import logger
 
         logger.remove()
-        level = "ERROR" if self.quiet else os.environ.get("LLM_COMPRESSOR_LOG_LEVEL", "WARNING").upper()
+        asked = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL")
+        level = "ERROR" if self.quiet else (asked or "WARNING").upper()
         hidden: Any = {"llmcompressor.utils.dev": False}  # says: no accelerator
+        hidden |= (
+            {} if asked else {"llmcompressor.utils.metric_logging": False}
+        )  # seconds and errors of modules without names
         logger.add(self._err, level=level, format="{level}: {message}", filter=hidden)
         for name in ("torch.fx._symbolic_trace", "lm_eval"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -44,6 +49,14 @@ class Screen:
 def show_error(message: str) -> None:
     """Print one line on stderr."""
     print(f"struprune: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _name_option(place: str, options: Container[str]) -> str:
+    """Return the option of a command that sets an argument; a text is its ``--data`` or its ``--text``."""
+    name = _ARGUMENTS.get(place, "")
+    if options and name not in options:
+        name = {"data": "text", "text": "data"}.get(name, "")
+    return f"--{name}" if name else place
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -68,8 +81,7 @@ def run_command(run: Callable[[], object]) -> int:
         if not failed and not isinstance(error, (ValueError, OSError)):
             raise
         place, colon, problem = str(error).partition(": ")
-        place = f"--{_ARGUMENTS[place]}" if place in _ARGUMENTS else place
-        show_error(f"error: {place}{colon}{problem}")
+        show_error(f"error: {_name_option(place, getattr(run, 'keywords', {}))}{colon}{problem}")
         return 1 if failed or (isinstance(error, OSError) and error.errno is not None) else 2  # 1: not bad input
     except KeyboardInterrupt as stop:
         print(file=sys.stderr)  # below a bar, or the terminal's ^C

@@ -21,7 +21,7 @@ from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen, run_command, show_error
 from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_recipes
 from struprune_plugin.reporting import tables
-from struprune_plugin.storage.files import format_bytes, own_folder, write_whole
+from struprune_plugin.storage.files import check_place, format_bytes, own_folder, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
 from struprune_plugin.storage.vocabulary_record import carry_record
 
@@ -161,13 +161,16 @@ def trim(
     screen, size = Screen(as_json, quiet), opt.read_vocabulary(vocabulary)
     ranked: dict[str, Any] = {"text_column": text_column, "language": language, "words": words}
     opt.prepare(screen, [model])
-    from struprune_plugin.vocabulary.trim import draw_curve, trim_vocabulary
+    from struprune_plugin.vocabulary.trim import check_plot, draw_curve, trim_vocabulary
 
+    if plot is not None:
+        check_plot(plot)
     ranked |= {"vocabulary": size, "limit": limit, "reserved": reserved}
     record = trim_vocabulary(model, output, text, overwrite, trust_remote_code, **ranked)
+    summary = tables.summarize_vocabulary(record, output)
     if plot is not None:
         draw_curve(record, plot)
-    summary = tables.summarize_vocabulary(record, output)
+        summary.append(f"wrote {plot}")
     screen.show({"output": output, **record.model_dump(exclude={"kept"})}, *summary)
 
 
@@ -272,6 +275,8 @@ def report(
         raise ValueError(f"--output: {page} exists. Choose another path, or pass --overwrite.")
     from struprune_plugin.reporting.pages import make_page
 
+    check_place("--output", page.parent)
+    page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page, make_page(path, manifest))
     screen.show({"page": page}, f"wrote {page}")
 

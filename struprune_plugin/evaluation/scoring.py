@@ -147,7 +147,8 @@ def check_windows(tokens: Tensor, window: int, config: PretrainedConfig) -> None
         raise ValueError(f"--window: must be at most the model's {positions} positions, got {window}. Lower it.")
     if len(tokens) < window:
         raise ValueError(
-            f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Use more text, or lower the window."
+            f"text: must hold at least one window of {window} tokens, got {len(tokens)}. Use more text or "
+            "tokens of it, or lower the window."
         )
 
 
@@ -192,8 +193,9 @@ def run_tasks(
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    # lm-eval's report on the installed software (pip, git, compilers) takes seconds and is not used.
-    with patch_attr(evaluator, "add_env_info", lambda _results: None):
+    # lm-eval's report on the installed software (pip, git, compilers) takes seconds and is not used; git complains in most folders
+    nothing: Any = lambda *_: None  # noqa: E731
+    with patch_attr(evaluator, "add_env_info", nothing), patch_attr(evaluator, "get_git_commit_hash", nothing):
         results = evaluator.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
             tasks=list(tasks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from struprune_plugin.evaluation.scores import Score
-from struprune_plugin.storage.files import is_empty, write_whole
+from struprune_plugin.storage.files import check_place, is_empty, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME
 
 FILE_NAME, DENSE = "sweep.json", "dense"
@@ -33,6 +34,7 @@ def run_points(
     :return: scores by point, those of the dense model first; why other points are left out
     :raises ValueError: the folder holds something else, or another sweep
     """
+    check_place("--output", folder)
     settings = json.loads(json.dumps(settings, default=str))
     scores = _read_scores(folder, settings)
     scores = {name: score for name, score in scores.items() if name == DENSE or (folder / name).exists()}
@@ -49,6 +51,9 @@ def run_points(
                 prune(points[name], folder / name)
         except ValueError as error:
             if not scores:  # the first point tells bad input at once
+                (folder / FILE_NAME).unlink()
+                with suppress(OSError):  # another process has put something there
+                    folder.rmdir()
                 raise
             refused[name] = str(error)
             continue

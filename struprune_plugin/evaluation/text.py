@@ -50,11 +50,14 @@ def read_texts(
     for where, line in _list_lines(path):
         try:
             if not isinstance(row := json.loads(line), dict):
-                raise TypeError(f"a {type(row).__name__}")
+                raise ValueError(f"a {type(row).__name__}")
+            if text_column not in row and MESSAGES not in row:
+                raise ValueError(f"neither {text_column} nor {MESSAGES}")
             value = row[find_column(row, text_column)]
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for other encodings and half a character
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             problem = error.msg if isinstance(error, json.JSONDecodeError) else shorten_error(error)
+            problem = "not UTF-8" if isinstance(error, UnicodeError) else problem
             raise ValueError(
                 f"{where}: must be a JSON object in UTF-8 with a text in the column {text_column!r}, got "
                 f'{shorten_value(line.strip())} ({problem}). Write one {{"{text_column}": "…"}} per line, or name the column of '
@@ -221,9 +224,14 @@ def make_calibration_dataset(
     texts = stream_texts(source, text_column, tokenizer=tokenizer)
     tokens = tokenize_texts(tokenizer, texts, num_samples * seq_length, seq_length if window_bos else None)
     if len(tokens) < num_samples * seq_length:
+        fewer = (
+            f"Lower the number of samples to at most {most}, shorten"
+            if (most := len(tokens) // seq_length)
+            else "Shorten"
+        )
         raise ValueError(
             f"dataset: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
-            f"Lower the number of samples to at most {len(tokens) // seq_length}, shorten them, or give more text."
+            f"{fewer} them, or give more text."
         )
     return pack_windows(tokens.view(num_samples, seq_length))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 
@@ -38,7 +39,7 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
     The logits must agree between a layer-by-layer and a whole run, between removal of a third of the units and zeros in their
     place, before saving and after loading, and with a cache: up to rounding (:class:`TinyRun`).
 
-    :raises ValueError: the logits do not agree
+    :raises ValueError: the logits do not agree, or the class has no such units
     """
     config, model_class = make_dense_config(model.config), find_stock(type(model))
     text = config.get_text_config(decoder=True)
@@ -49,20 +50,29 @@ def rehearse(model: PreTrainedModel, kinds: Sequence[UnitKind]) -> None:
         tiny = build_tiny(config, model_class=model_class)
         replace_conv1d(tiny)
         tokens = draw_tokens(tiny.config, 2, sum(_PIECES), seed=3)
-        try:
+        with _name_class(model_class.__name__):
             check_passes(tiny, [{"input_ids": tokens}])
             if any(unit.of_mixture for unit in kinds) and find_structure(tiny).has_mixtures:
                 linearize_experts(tiny)
-            _check_pruning(tiny, tokens, list_groups(tiny, kinds))
-        except Exception as error:  # any error of a class that relies on its sizes
-            problem = f"{type(error).__name__}: {str(error).rstrip('.')}"
-            raise ValueError(
-                f"model: a tiny instance of {model_class.__name__} must work as before after pruning, saving and loading, got "
-                f"{problem}. Choose another attention_unit, or another model."
-            ) from error
+        groups = list_groups(tiny, kinds)
+        with _name_class(model_class.__name__):
+            _check_pruning(tiny, tokens, groups)
 
     # only the first process can save
     prove_once(sorted(unit.kind for unit in kinds), model_class, config, lambda: compute_on_rank0(run))
+
+
+@contextmanager
+def _name_class(name: str) -> Iterator[None]:
+    """Raise any error of the block, which a class that relies on its sizes may give, as one of the class."""
+    try:
+        yield
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise ValueError(
+            f"model: a tiny instance of {name} must work as before after pruning, saving and loading, got {problem}. Choose "
+            "another attention_unit, or another model."
+        ) from error
 
 
 @torch.no_grad()

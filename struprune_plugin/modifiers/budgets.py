@@ -185,12 +185,12 @@ def _count_to_remove(budget: BudgetConfig, model: PreTrainedModel, removable: in
             f"budget.{budget.name}: must be at least {least:,}, what stays if all removable units go, got {limit:,}. Raise it, "
             "prune more kinds of units, or let rows of the vocabulary go first (`--vocabulary auto`)."
         )
-    if limit >= dense and budget.name == "parameters":
+    if limit >= dense:
         raise ValueError(
-            f"budget.parameters: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
+            f"budget.{budget.name}: must be below the {dense:,} of the model before units go, got {limit:,}. Lower it; "
             "if rows of the vocabulary alone meet it, use `struprune trim`."
         )
-    return max(dense - limit, 0) / size
+    return (dense - limit) / size
 
 
 def fix_budgets(modifiers: Sequence[Modifier], num_parameters: int) -> None:

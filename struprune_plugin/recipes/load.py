@@ -127,11 +127,13 @@ def _check_form(where: str, part: Any, path: tuple[str, ...] = ()) -> None:
     """Raise on parts of a recipe that llm-compressor would pass over."""
     is_mapping = isinstance(part, dict) and all(isinstance(name, str) for name in part)
     ending = ("_stage", "_modifiers", "", "")[len(path)]
-    if not is_mapping or (len(path) < 3 and not part) or not all(name.endswith(ending) for name in part):
+    strange = [name for name in part if not name.endswith(ending)] if is_mapping else []
+    if not is_mapping or (len(path) < 3 and not part) or strange:
         place = f"{'.'.join(map(show_name, path))} " if path else ""
+        shown = shorten_value(strange[0] if strange else part)
         content = f" with names that end in '{ending}'" if ending else (" of modifiers", " of fields")[len(path) - 2]
         raise ValueError(
-            f"{where}: {place}must be a mapping{content}, got {shorten_value(part)}. Write the recipe in the form {_FORM}."
+            f"{where}: {place}must be a mapping{content}, got {shown}. Write the recipe in the form {_FORM}."
         )
     for name, inner in part.items() if len(path) < 3 else ():
         _check_form(where, inner, (*path, name))

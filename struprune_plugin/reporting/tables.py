@@ -102,6 +102,11 @@ def list_vocabulary_facts(record: VocabularyRecord | None) -> list[tuple[str, st
     return [*facts, ("scripts without words", lost)] if lost else facts
 
 
+def _show_range(shares: Sequence[float]) -> str:
+    least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return least if least == most else f"{least} to {most}"
+
+
 def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     """Return (name, text) of the facts about a pruned folder, for its summary, its card and its report."""
     budget, model, settings = manifest.budget, manifest.model, manifest.settings
@@ -115,13 +120,13 @@ def list_facts(manifest: Manifest, folder: Path) -> list[tuple[str, str]]:
     methods = ", ".join(str(method.get("method") if isinstance(method, dict) else method) for method in chosen)
     temperature, name = manifest.allocation.temperature, manifest.allocation.method
     if manifest.allocation.taken not in (None, name):
-        name += f", of whose candidates {manifest.allocation.taken} was taken"
+        name += f"; of the candidates tried, `{manifest.allocation.taken}` did best"
     facts = [
         ("parameters", f"{before:,} → {after:,} ({after / before - 1:+.1%} of the whole model)"),
         ("weights on disk", format_bytes(measure_weight_bytes(folder))),
         *list_vocabulary_facts(read_record(folder)),
         ("decoder linears", f"{removed} ({budget.met_sparsity:.3%}{asked})"),
-        ("units that stay", ", ".join(f"{name} {min(of):.0%} to {max(of):.0%}" for name, of in shares.items())),
+        ("units that stay", ", ".join(f"{name} {_show_range(of)}" for name, of in shares.items())),
         ("method", f"{methods}, reconstruct {settings.get('reconstruct')}"),
         ("allocation", name + ("" if temperature is None else f", T = {temperature:g}")),
         ("calibration", f"{calibration.num_sequences} sequences, {calibration.num_tokens:,} tokens"),
@@ -195,9 +200,10 @@ def summarize_vocabulary(record: VocabularyRecord, folder: Path | None = None) -
         rows.append([f"{point.rows:,}", *shares, chosen])
     header = ["rows", "whole model", "held-out tokens, at most", "bits per byte, estimated", ""]
     curve = str(Table(header, rows))
-    paragraphs = [curve, format_facts([("trimmed from", record.base), *list_vocabulary_facts(record)])]
+    name = "planned for" if folder is None else "trimmed from"
+    paragraphs = [curve, format_facts([(name, record.base), *list_vocabulary_facts(record)])]
     if folder is None:
-        return paragraphs
+        return [*paragraphs, "wrote nothing: --output DIR writes the rows marked ←"]
     following = [
         (f"struprune eval {record.base} {folder}", "measures it in bits per byte"),
         (f"struprune prune {folder}", "prunes it"),

@@ -96,7 +96,8 @@ def read_config(model: str, revision: str = "main", trust_remote_code: bool = Fa
             problem += " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
             remedy = f"Correct it, or where there is a network, `hf download {model} --local-dir FOLDER`, and pass the folder."
         elif Path(model).is_dir():
-            remedy = "Correct its config.json."
+            is_new = "does not recognize this architecture" in str(error)
+            remedy = "Install a transformers that knows it." if is_new else "Correct its config.json."
         raise ValueError(
             f"model: {model!r} must be a model folder or a hub name that can be loaded, got{problem}. {remedy}"
         ) from None
@@ -194,9 +195,9 @@ def load_whole(model_class: Any, model: str, **options: Any) -> PreTrainedModel:
     try:
         loaded, info = model_class.from_pretrained(model, **options)
     except Exception as error:  # a broken file raises errors of many classes
+        remedy = "Install it." if isinstance(error, ImportError) else "Copy or download it again."
         raise ValueError(
-            f"model: {model!r} must hold whole weights that fit its config.json, got: {shorten_error(error)}. Copy or download "
-            "it again."
+            f"model: {model!r} must hold whole weights that fit its config.json, got: {shorten_error(error)}. {remedy}"
         ) from None
     problems = [f"{name} missing" for name in sorted(info["missing_keys"])]
     problems += [

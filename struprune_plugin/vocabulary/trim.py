@@ -18,7 +18,7 @@ from struprune_plugin.reporting.pages import write_card
 from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import check_room, write_whole
+from struprune_plugin.storage.files import check_place, check_room, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
@@ -186,15 +186,21 @@ def describe_trim(plan: TrimPlan) -> VocabularyRecord:
     return record.model_copy(update=changes)
 
 
-def draw_curve(record: VocabularyRecord, file: Path) -> None:
-    """Draw the estimated growth of the held-out text's bits, and of its tokens, against the share of the whole model that is left.
-
-    :raises ValueError: matplotlib is not installed
-    """
+def check_plot(file: Path) -> None:
+    """Raise if :func:`draw_curve` cannot draw into a file."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ValueError('--plot: needs matplotlib, got none. Run `pip install "struprune-plugin[plots]"`.') from None
+    if file.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"--plot: must end in .svg, .png or .pdf, got {file}. Correct the name.")
+    check_place("--plot", file.parent)
+
+
+def draw_curve(record: VocabularyRecord, file: Path) -> None:
+    """Draw the estimated growth of the held-out text's bits and tokens against the share of the whole model that is left."""
+    from matplotlib.figure import Figure
+
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).add_subplot()
     left = [100 * point.parameters / record.parameters_before for point in record.curve]
     axes.plot(left, [100 * point.bits_more for point in record.curve], marker="o", label="bits per byte, estimated")
@@ -203,4 +209,5 @@ def draw_curve(record: VocabularyRecord, file: Path) -> None:
     axes.set(xlabel="parameters of the whole model left, %", ylabel="more in held-out text, %", ylim=(0, 5))
     axes.legend()
     axes.grid(alpha=0.3)
+    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

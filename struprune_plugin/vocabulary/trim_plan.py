@@ -223,6 +223,13 @@ def plan_trim(source: Source, ranking: Ranking) -> TrimPlan:
     held = tokenizer.count(held_out)
     if not counts or not held:
         raise ValueError(f"text: {os.fspath(ranking.text)!r} must hold tokens of the model, got none. Give more text.")
+    if ranking.vocabulary == "auto" and held.total() < (
+        least := math.ceil(2 / ranking.limit)
+    ):  # one more is within the limit
+        raise ValueError(
+            f"text: the held-out tenth must have at least {least} tokens for `vocabulary: auto`, got {held.total()}. Give more "
+            "text, or a size."
+        )
     parts = {number: pieces for number, pieces in tokenizer.find_parts().items() if number < num_rows}
     parts |= dict.fromkeys(source.dropped)
     scripts, total = {number: find_script(tokenizer.show(number)) for number in parts}, counts.total()
@@ -257,7 +264,7 @@ def _choose_size(plan: TrimPlan, ranking: Ranking) -> int:
     asked = wanted * rows if wanted <= 1 else wanted
     size = min(_round(asked), most)
     if asked >= rows or size == rows:
-        raise ValueError(f"vocabulary: must be below the model's {rows} rows, got {wanted}. Lower it, or write auto.")
+        raise ValueError(f"vocabulary: must be below the model's {rows} rows, got {wanted:g}. Lower it, or write auto.")
     if size < plan.least:
         remedy = ", or let reserved tokens go (--reserved drop)" if ranking.reserved == "keep" else ""
         raise ValueError(

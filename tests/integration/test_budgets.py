@@ -94,6 +94,11 @@ def test_a_budget_that_means_nothing_is_refused(fields, told):
             r"budget.parameters: must be at least [\d,]+, .* let rows of the vocabulary go",
         ),
         ({"budget": {"parameters": 10**9}}, r"budget.parameters: must be below the [\d,]+ of the model"),
+        (
+            {"budget": {"bytes": "1GB"}},
+            r"budget.bytes: must be below the [\d,]+ of the model before units go, got 1,000",
+        ),
+        ({"attention_unit": "none", "prune_ffn": False, "sparsity": 0.3}, "^targets: at least one module must be left"),
         ({"budget": {"bytes": 10**6}, "importance": "l0"}, "`importance: l0` needs sparsity"),
     ],
 )

@@ -8,11 +8,12 @@ from helpers.models import ROOT
 
 from struprune_plugin import read_manifest
 from struprune_plugin.cli import main as cli
-from struprune_plugin.evaluation.text import DEMO_MODEL
+from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_MODEL
 
 RECIPE = str(ROOT / "recipes" / "struprune.yaml")
 SMALL = ["--num-samples", "8", "--seq-length", "128"]
 PRUNE = ["prune", str(DEMO_MODEL), "--recipe", RECIPE, "--output", "OUT"]
+TRIM = ["trim", str(DEMO_MODEL), "--text", str(DEMO_CALIBRATION)]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,16 @@ def test_eval_scores_dense_and_pruned_side_by_side(pruned, capsys):
         (["eval", str(DEMO_MODEL), "--limit", "4"], "--limit: must come with --tasks, got 4 alone"),
         (["eval", str(DEMO_MODEL), "--include-path", str(ROOT)], "--include-path: must come with --tasks, got"),
         (["eval", str(DEMO_MODEL), "--tasks", "x", "--max-tokens", "9"], "--max-tokens: must come with --text, got 9"),
+        (["eval", str(DEMO_MODEL), "--max-tokens", "9"], "--text: must hold at least one window of 256 tokens, got 9"),
+        ([*TRIM, "--limit", "2"], "--limit: must be in"),
+        ([*TRIM, "--text", "no/such"], "--text: 'no/such' must be a JSON-lines file or a hub data set"),
+        (
+            [*TRIM, "--limit", "0.0001"],
+            "--text: the held-out tenth must have at least 20000 tokens for `vocabulary: auto`",
+        ),
+        ([*TRIM, "--plot", "OUT"], "--plot: must end in .svg, .png or .pdf"),
+        (["sweep", str(DEMO_MODEL), "--output", RECIPE], "--output: must be in a folder that can be written"),
+        (["sweep", str(DEMO_MODEL), "--output", "OUT", "--set", "reconstruct=no"], "reconstruct must be"),
     ],
 )
 def test_bad_input_exits_2_with_one_line_and_writes_nothing(argv, message, tmp_path, capsys):

@@ -6,8 +6,11 @@ import resource
 import subprocess
 import sys
 
+import pytest
 import typer
 from helpers.models import ROOT
+from llmcompressor.utils.metric_logging import CompressionLogger
+from torch import nn
 
 import struprune_plugin
 from struprune_plugin.cli import console
@@ -45,6 +48,15 @@ def test_what_a_command_prints_under_json_goes_to_stderr(capsys):
     assert console.run_command(run) == 0
     printed = capsys.readouterr()
     assert (json.loads(printed.out), printed.err) == ([1], "chatter\n")
+
+
+@pytest.mark.parametrize("level", ["", "WARNING"])
+def test_seconds_of_modules_without_names_are_logged_where_somebody_asks(level, monkeypatch, capsys):
+    monkeypatch.setenv("LLM_COMPRESSOR_LOG_LEVEL", level)
+    console.Screen(as_json=False, quiet=False).set_log()
+    with CompressionLogger(nn.Linear(1, 1)) as log:
+        log.set_results(loss=2.0)
+    assert ("error 2.00" in capsys.readouterr().err) == bool(level)
 
 
 def test_a_shell_is_told_commands_and_options():

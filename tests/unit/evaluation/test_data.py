@@ -42,7 +42,7 @@ def test_make_calibration_dataset_cuts_windows_in_order(tokenizer):
 def test_make_calibration_dataset_too_little_text_says_how_much_there_is(tokenizer, tmp_path):
     file = tmp_path / "short.jsonl"
     file.write_text(json.dumps({"text": "a few words only"}) + "\n")
-    with pytest.raises(ValueError, match=r"must hold 4 windows of 8 tokens, got \d+ tokens. Lower the number of"):
+    with pytest.raises(ValueError, match=r"must hold 4 windows of 8 tokens, got 5 tokens. Shorten them, or give more"):
         make_calibration_dataset(file, tokenizer, 4, 8)
 
 
@@ -60,15 +60,16 @@ def test_read_texts_keeps_unusual_line_breaks_inside_a_text(tmp_path):
         ("not json\n", "line 1: must be a JSON object in UTF-8 with a text in the column 'text', got 'not json'"),
         (
             '{"text": "fine"}\n{"other": 1}\n',
-            'line 2: .*must have a column text or messages.* Write one {"text": "…"} per line',
+            r'line 2: .*got .{"other": 1}. \(neither text nor messages\). Write one {"text": "…"} per line',
         ),
         ('{"text": 5}\n', "line 1: every row must hold a text or a conversation"),
-        ('["list"]\n', "line 1: must be a JSON object"),
+        ('["list"]\n', r"line 1: must be a JSON object .* got ...list... \(a list\)"),
+        ('{"text": "half \ud83d"}\n', r"line 1: must be a JSON object in UTF-8 .* \(not UTF-8\)"),
     ],
 )
 def test_read_texts_names_file_line_and_contract(content, message, tmp_path):
     file = tmp_path / "text.jsonl"
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(ValueError, match=message):
         read_texts(file)
 

@@ -48,7 +48,7 @@ def modifier(**fields):
         ("prune_stage:\n  prune_modifiers: {StruPruneModifier: }\n", "StruPruneModifier must be a mapping of fields"),
         (
             "args: {s: 0.3}\nx_stage:\n  x_modifiers: {StruPruneModifier: {sparsity: 0.3}}\n",
-            "a mapping with names that end in '_stage'",
+            "a mapping with names that end in '_stage', got 'args'",
         ),
         (
             "x_stage:\n  x_modifiers: {PruneModifier: {sparsity: 0.3}}\n",

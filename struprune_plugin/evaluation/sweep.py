@@ -111,7 +111,7 @@ def draw_sweep(scores: Mapping[str, Score], folder: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning('no picture without matplotlib: pip install "struprune-plugin[plots]"')
+        logger.warning("no picture without matplotlib: pip install matplotlib")
         return
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).add_subplot()
     whole = scores[DENSE]["parameters"]

@@ -191,9 +191,9 @@ def _find_holders(where: str, name: str, field: str, held: list[tuple[str, dict]
 
 
 def _spell_out(holder: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the mapping that a field of a modifier is short for, or its default if the recipe leaves it out."""
+    """Return the mapping that a field of a modifier is short for; if the recipe leaves it out, the method of its default."""
     value = getattr(MODIFIERS[holder](**fields), name) if holder in MODIFIERS else None
     if not isinstance(value, BaseModel):
         return {}
     keys = {key: getattr(value, key) for key in _METHOD_KEYS if hasattr(value, key)}
-    return {**keys, **value.model_dump(exclude_unset=True)}
+    return {**keys, **value.model_dump(exclude_unset=True)} if name in fields else keys

@@ -50,6 +50,12 @@ class ExpertChannels(FFNChannels):
     def _read_widths(cls, value: Any) -> Any:
         return {"units": "channels", **value} if isinstance(value, dict) and "widths" in value else value
 
+    @model_validator(mode="after")
+    def _check_widths(self) -> Self:
+        if self.drops_entries and self.widths == "per_layer":
+            raise ValueError("`widths: per_layer` is of channels, got `units: whole`. Set `units: channels`.")
+        return self
+
     def read(self, measured: Measured, thin: Mapping[str, Coupling], consumer: str) -> UnitLayout | None:
         return None  # experts are read once they are split
 

@@ -191,7 +191,7 @@ def check_plot(file: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ValueError('--plot: needs matplotlib, got none. Run `pip install "struprune-plugin[plots]"`.') from None
+        raise ValueError("--plot: needs matplotlib, got none. Run `pip install matplotlib`.") from None
     if file.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
         raise ValueError(f"--plot: must end in .svg, .png or .pdf, got {file}. Correct the name.")
     check_place("--plot", file.parent)

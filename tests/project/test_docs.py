@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import shlex
 
@@ -11,10 +12,16 @@ import yaml
 from helpers.families import MODEL_TYPES
 from helpers.models import ROOT
 from llmcompressor import oneshot as host_oneshot
+from llmcompressor.modifiers import Modifier
 
 import struprune_plugin
-from struprune_plugin import oneshot
+from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, oneshot
+from struprune_plugin.allocation.rules import RULES
 from struprune_plugin.cli import main as cli
+from struprune_plugin.model.unit_kind import UNIT_KINDS
+from struprune_plugin.modifiers.fields import BudgetConfig, Fisher
+from struprune_plugin.pruning.importance import IMPORTANCES
+from struprune_plugin.pruning.weight_update import WEIGHT_UPDATES
 from struprune_plugin.recipes.load import load_recipe
 
 README = ROOT / "README.md"
@@ -52,6 +59,35 @@ def test_every_recipe_is_in_a_table():
 def test_every_type_that_is_tested_is_named():
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert not [model_type for model_type in MODEL_TYPES if f"`{model_type}`" not in text]
+
+
+def list_fields():
+    """Return the fields of the recipe by the names that docs/recipes.md gives them, ADMM's without a method's name before them."""
+    fields = {
+        name: field for one in (StruPruneModifier, LoRARecoveryModifier) for name, field in one.model_fields.items()
+    }
+    groups = {name: [type(fields.pop(name).default)] for name in ("adapters", "schedule", "holdout")}
+    groups |= {"budget": [BudgetConfig], "sensitivity": [Fisher], "": [admm := WEIGHT_UPDATES["admm"]]}
+    groups |= {"importance": IMPORTANCES.values(), "allocation": RULES.values()}
+    groups |= {name: [kind] for name, kind in UNIT_KINDS.items()}
+    for group, classes in groups.items():
+        fields |= {f"{group}.{n}".strip("."): f for one in classes for n, f in one.model_fields.items()}
+    twice = {f"importance.{name}" for name in admm.model_fields} | Modifier.model_fields.keys()
+    return {
+        n: f for n, f in fields.items() if n not in twice and n.rpartition(".")[2] not in ("method", "rule", "kind")
+    }
+
+
+def test_every_field_of_a_recipe_has_a_row_with_its_default():
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("## Every field")[2]
+    rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \| ([^|]+) \|", text, re.MULTILINE)
+    shown = {name: default for names, default in rows for name in re.findall(r"`([\w.]+)`", names)}
+    fields = list_fields()
+    assert shown.keys() == fields.keys()
+    for name, field in fields.items():
+        if isinstance(field.default, str | int | float):
+            default = field.default if isinstance(field.default, str) else json.dumps(field.default)
+            assert shown[name].startswith(f"`{default}`"), name
 
 
 # -- code in the pages ----------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def test_a_field_without_use_is_refused_by_name(fields, message, uses):
     [
         ("allocation", "sofmax", "must be a known rule .*, got 'sofmax'. Did you mean softmax"),
         ("experts", {"widths": "per_expert"}, "should be 'same' or 'per_layer'"),
+        (
+            "experts",
+            {"units": "whole", "widths": "per_layer"},
+            "is of channels, got `units: whole`. Set `units: channels`",
+        ),
         ("experts", {"units": "whole", "criterion": "reap"}, "experts has no field criterion. Its fields are"),
         ("allocation", 3, "must be a known rule or a mapping with it, got 3. The names are"),
         ("allocation", {"temperature": 2.0}, "must be a known rule or a mapping with it"),

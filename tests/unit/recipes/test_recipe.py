@@ -122,6 +122,12 @@ def test_a_method_s_field_is_set_in_the_stage_that_names_the_method(recipe):
     )
 
 
+def test_a_field_within_one_that_is_left_out_means_what_it_means_in_a_recipe():
+    for changes in ({"experts.widths": "per_layer"}, {"experts": {"widths": "per_layer"}}):
+        assert load_recipe("struprune", changes).modifiers[0].experts.units == "channels"
+    assert load_recipe("struprune", {"allocation.samples": 8}).modifiers[0].allocation.rule == "error_curve"
+
+
 def test_changes_are_for_recipes_that_are_not_modifiers():
     with pytest.raises(ValueError, match="changes: must be left out for modifiers, got sparsity"):
         load_recipe(StruPruneModifier(sparsity=0.3), {"sparsity": 0.1})

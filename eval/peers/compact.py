@@ -25,7 +25,8 @@ def prune_compact(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     """Prune a checkpoint with COMPACT: as many parameters as this share of all decoder linears holds, in rows and FFN channels.
 
     The paper leaves both sizes to its user. Here the vocabulary loses the same share of its rows as every FFN of its channels,
-    and tokens are ranked by how often the calibration windows hold them.
+    and tokens are ranked by how often the calibration windows hold them, as `struprune trim` ranks without a word list: nine tenths
+    of the text count, low ids have 5 % of the counts, and the parts of a token that stays stay.
 
     :param folder: model folder or hub name
     :param windows: calibration tokens, shape [windows, length], int64

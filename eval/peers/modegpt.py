@@ -49,8 +49,10 @@ def prune_modegpt(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
 
     Under rotary embeddings the two channels that rotate into each other go together, and count by the norms of both, which no
     rotation changes. Under grouped-query attention queries of all heads on a key head count together, and O has their columns
-    side by side. At most 0.9 of a layer goes; what the allocation asks beyond that falls to the others, in its shares. Channels
-    of a head are whole numbers; the FFN makes up the rest. A bias of the values takes part as the weight of an input of ones.
+    side by side. The ridge of the leverage scores is the mean diagonal of C, where the paper adds the identity, so that it does not
+    depend on the number of tokens; T is 0.1 for every model and sparsity. At most 0.9 of a layer goes; what the allocation asks
+    beyond that falls to the others, in its shares. Channels of a head are whole numbers; the FFN makes up the rest. A bias of the
+    values takes part as the weight of an input of ones.
 
     :param windows: calibration tokens, shape [windows, length], int64
     :param sparsity: of the parameters of all decoder linears, in [0, 1)

@@ -183,9 +183,12 @@ def read_kept(layer: nn.Module, group: UnitGroup, keep: Tensor) -> Tensor:
 
 
 def pick_two_thirds(group: UnitGroup) -> Tensor:
-    """Return two thirds of a group's units, for a proof, sorted, shape [kept], int64: the same number per block."""
+    """Return two thirds of a group's units, for a proof, sorted, shape [kept], int64: the same number per block.
+
+    Some of them move to another place: of two units the second stays.
+    """
     per_block, units = group.num_units // group.num_blocks, torch.arange(group.num_units)
-    return units[(units % per_block % 3 != 1) | (per_block == 1)]
+    return units[(units % per_block % 3 != int(per_block > 2)) | (per_block == 1)]
 
 
 def pick_first(group: UnitGroup, num_keep: int) -> Tensor:

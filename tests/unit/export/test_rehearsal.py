@@ -47,6 +47,12 @@ def test_rows_that_do_not_go_with_their_columns_are_refused(monkeypatch):
         rehearsal.rehearse(build("llama", num_hidden_layers=2), list_kinds(attention_unit="none", prune_ffn=True))
 
 
+def test_heads_that_something_else_counts_in_their_order_are_refused():
+    """Each of GPT-OSS's heads has a sink, and there are two heads of keys and values: the second one may be what stays."""
+    with pytest.raises(ValueError, match="with units removed as with zeros in their place"):
+        rehearsal.rehearse(build("gpt_oss", num_hidden_layers=1), list_kinds(attention_unit="head"))
+
+
 def test_layers_that_do_not_run_in_order_are_refused():
     with pytest.raises(ValueError, match=r"each once, got a pass that runs 0, 1, 2, 4"):
         find_structure_of(CONFIG_MAPPING["mllama"]())

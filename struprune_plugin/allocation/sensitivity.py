@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from struprune_plugin.allocation.curves import split_batches
 from struprune_plugin.layerwise.calls import list_parts, mark_tokens
-from struprune_plugin.layerwise.capture import measure_rms, place_rows, split_tokens
+from struprune_plugin.layerwise.capture import join_rows, measure_rms, split_tokens
 from struprune_plugin.layerwise.ends import BatchFlow, compute_logits, enter_batches
 from struprune_plugin.layerwise.passes import walk_layers
 from struprune_plugin.linalg.second_moments import multiply_by_itself, multiply_in_parts
@@ -220,7 +220,7 @@ def _run_backward(
                 gradients = gradients.flatten(0, -2)[: call.tokens.numel()]  # Llama 4's experts get all tokens
                 if name in norms:
                     gradients = gradients * scales.pop(name)[:, None]
-                for rows in place_rows(split_tokens(call), gradients.device, context):
+                for rows in join_rows(split_tokens(call), gradients.device):
                     gram = context.to_solver(multiply_by_itself(gradients[rows].float())).double()
                     sums[name] = sums[name].add_(gram) if name in sums else gram
     for name in watched:

@@ -42,7 +42,7 @@ class LayerCall:
 
     :param hidden: as in :class:`States`, like ``others``
     :param arguments: other arguments by place, positional first; equal tensors of successive layers and batches are stored once
-    :param tokens: mask of the tokens that are not padding, shape [sequences, tokens], bool, on the host
+    :param tokens: mask of the tokens that are not padding, which is behind them, shape [sequences, tokens], bool, on the host
     :param name: name of the argument that holds the hidden states; empty where they are the first positional one
     :param wires: index of a part of the previous layer's output, by the place of the argument that receives it
     :param keeps: parts of this layer's output that the next layer receives

@@ -180,29 +180,25 @@ def _flatten(hidden: Tensor) -> Tensor:
     return hidden.detach().reshape(-1, hidden.shape[-1])
 
 
-def split_tokens(call: LayerCall) -> list[slice | Tensor]:
-    """Return one selector per sequence of a micro-batch's tokens that are not padding: a slice where they are neighbours.
+def split_tokens(call: LayerCall) -> list[slice]:
+    """Return the rows of one sequence after the other of a micro-batch's tokens, without padding, which is behind them.
 
     Sums accumulated sequence by sequence do not depend on how sequences are split into batches.
     """
-    places = call.tokens.flatten().nonzero().flatten()
-    parts = places.split(call.tokens.sum(1).tolist())
-    return [slice(int(p[0]), int(p[-1]) + 1) if len(p) and p[-1] - p[0] == len(p) - 1 else p for p in parts]
+    starts = range(0, call.tokens.numel(), call.tokens.shape[1])
+    return [slice(start, start + count) for start, count in zip(starts, call.tokens.sum(1).tolist(), strict=True)]
 
 
-def place_rows(parts: Iterable[slice | Tensor], device: torch.device, context: DeviceContext) -> list[slice | Tensor]:
-    """Return selectors on a device: on a CPU one per sequence, so that sums do not depend on the batches; elsewhere slices that
+def join_rows(parts: Iterable[slice], device: torch.device) -> list[slice]:
+    """Return rows as they are added: on a CPU sequence by sequence, so that sums do not depend on the batches; elsewhere those that
     follow one another are joined, because larger products keep a GPU busy."""
-    placed: list[slice | Tensor] = []
+    joined: list[slice] = []
     for part in parts:
-        last = placed[-1] if placed and device.type != "cpu" else None
-        if isinstance(part, Tensor):
-            placed.append(context.to_device(part, device))
-        elif isinstance(last, slice) and last.stop == part.start:
-            placed[-1] = slice(last.start, part.stop)
+        if joined and device.type != "cpu" and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
         else:
-            placed.append(part)
-    return placed
+            joined.append(part)
+    return joined
 
 
 @dataclass(frozen=True)
@@ -224,8 +220,8 @@ class ConsumerBatch:
     counts: Sequence[int] | None = None
     factors: Tensor | None = None
 
-    def split(self) -> list[slice | Tensor]:
-        """Return one selector per sequence of the rows that count, as :func:`split_tokens` does."""
+    def split(self) -> list[slice]:
+        """Return the rows that count of one sequence after the other, as :func:`split_tokens` does."""
         if self.counts is None:
             return split_tokens(self.call)
         stops = list(itertools.accumulate(self.counts))

@@ -10,7 +10,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from struprune_plugin.layerwise.capture import ConsumerBatch, place_rows
+from struprune_plugin.layerwise.capture import ConsumerBatch, join_rows
 from struprune_plugin.linalg.second_moments import (
     MomentSums,
     SecondMoments,
@@ -104,12 +104,12 @@ def add_batch(sums: Sequence[MomentSums], batch: ConsumerBatch, context: DeviceC
 
     :param num_before: number of sequences before this batch, of all processes
     """
-    device, parts = batch.inputs.device, [list[slice | Tensor]() for _ in sums]
+    device, parts = batch.inputs.device, [list[slice]() for _ in sums]
     target = context.to_device(batch.target, device)[:, : sums[0].num_outputs]
     values = [batch.inputs, target, *([] if batch.factors is None else [batch.factors])]
     for number, part in enumerate(batch.split(), num_before + 1):
         parts[0 if number % _HOLD_EVERY else -1].append(part)
-    for total, rows in zip(sums, (place_rows(part, device, context) for part in parts), strict=True):
+    for total, rows in zip(sums, (join_rows(part, device) for part in parts), strict=True):
         pieces = [[value[part] for value in values] for part in rows]
         if batch.counts and len(rows) > 1 and device.type != "cpu":  # few rows of an expert in one product
             pieces = [[torch.cat(column) for column in zip(*pieces, strict=True)]]

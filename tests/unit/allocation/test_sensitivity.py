@@ -13,7 +13,7 @@ def _make_batch(padded):
     ids = torch.randint(4, 2048, (3, 12), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     if padded:
-        mask[1, :5] = 0
+        mask[1, 7:] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -71,7 +71,7 @@ def _keep(seen, name):
 
 
 def test_moments_are_those_of_inputs_and_outputs_divided_by_the_rms():
-    model, kept = make_model("gemma2"), torch.arange(36).remainder(12) > 3
+    model, kept = make_model("gemma2"), torch.arange(36).remainder(12) < 8
     groups = find_groups(model, "none")
     ids = torch.randint(4, 2048, (3, 12), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "attention_mask": kept.view(3, 12).long()}

@@ -18,7 +18,7 @@ from struprune_plugin.model.unit_kind import select_groups
 def test_a_changed_layer_returns_the_same_with_attention_from_the_run_before(model_type):
     model = build_tiny(make_config(model_type, 2))
     groups, mask = find_groups(model, "value_channels"), torch.ones(2, 16, dtype=torch.int64)
-    mask[1, :5] = 0
+    mask[1, 11:] = 0
     batches, ran, entered = [{"input_ids": draw_tokens(model.config, 2, 16), "attention_mask": mask}], [], []
     with torch.no_grad(), enter_device_context(model) as context:
         statistics = LayerStatistics(TARGETS["residual"], context, changes=True)

@@ -88,9 +88,9 @@ class Trial:
         totals, count = torch.zeros(len(paths), dtype=torch.float64), 0
         with disable_offloading(), DisableQuantization(self.model):  # also of the head
             for batch, hidden in zip(tqdm(held, desc="KL divergences"), finals, strict=True):
-                for row, counted in enumerate(mark_tokens(batch)):
-                    count += int(counted.sum())
-                    totals += self._compare(batch, row, counted, hidden)
+                for row, length in enumerate(mark_tokens(batch).sum(1).tolist()):
+                    count += length
+                    totals += self._compare(batch, row, length, hidden)
         *sums, tokens = sum_over_ranks(torch.cat([totals, totals.new_tensor([count])])).tolist()
         return [total / max(tokens, 1) for total in sums]
 
@@ -161,16 +161,15 @@ class Trial:
                 solved_by_count[count] = part, bias
         return weights
 
-    def _compare(self, batch: dict[str, Tensor], row: int, counted: Tensor, finals: Sequence[Tensor]) -> Tensor:
+    def _compare(self, batch: dict[str, Tensor], row: int, length: int, finals: Sequence[Tensor]) -> Tensor:
         """Return the sum over a sequence's tokens of KL(first ‖ other) for every other, in nats, shape [others], float64.
 
-        :param counted: mask of the tokens that count, shape [tokens], bool
+        :param length: tokens of the sequence, without the padding behind them
         :param finals: hidden states of the last layer for the whole batch, offloaded
         """
 
         def compute(final: Tensor) -> Tensor:
-            logits = compute_logits(self.model, batch, row, final, self.context)
-            logits = logits if counted.all() else logits[counted.to(logits.device)]
+            logits = compute_logits(self.model, batch, row, final, self.context)[:length]
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
         wanted = compute(finals[0])

@@ -135,7 +135,7 @@ def _run_head_backward(model: PreTrainedModel, flow: BatchFlow, first: int, cont
 
     :param first: index of the batch's first sequence among all, which seeds its labels: they do not depend on the batches
     """
-    valid = mark_tokens(flow.batch)
+    lengths = mark_tokens(flow.batch).sum(1).tolist()
     hidden = context.to_device(flow.states.hidden, flow.calls[-1].device).detach().requires_grad_()
     generator, head, seen = torch.Generator(), model.get_output_embeddings(), dict[str, Tensor]()
 
@@ -145,21 +145,19 @@ def _run_head_backward(model: PreTrainedModel, flow: BatchFlow, first: int, cont
         return seen["outputs"]
 
     with torch.enable_grad(), head.register_forward_hook(widen):
-        for row, counted in enumerate(valid):
+        for row, length in enumerate(lengths):
             logits = compute_logits(model, flow.batch, row, hidden, context)
-            counted = counted.to(logits.device)
             above = torch.softmax(logits.detach(), dim=-1)  # the gradient of -log p(y) here: p, minus one at y
-            if not above[counted, 0].isfinite().all():  # one nonfinite logit makes its row NaN
+            if not above[:length, 0].isfinite().all():  # one nonfinite logit makes its row NaN
                 if hidden.isfinite().all():
                     raise ValueError(
                         "model: logits must be finite, got NaN or Inf. Load it in a wider dtype (bfloat16 or float32)."
                     )
                 return None
-            drawn = torch.rand(int(counted.sum()), generator=generator.manual_seed(first + row), dtype=torch.float64)
-            draws = torch.zeros(len(counted), dtype=torch.float64).masked_scatter_(counted.cpu(), drawn)
-            labels = draw_labels(above, draws.to(logits.device))
-            above.scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
-            above[~counted] = 0
+            draws = torch.rand(length, generator=generator.manual_seed(first + row), dtype=torch.float64)
+            labels = draw_labels(above[:length], draws.to(logits.device))
+            above[:length].scatter_add_(-1, labels, above.new_full(labels.shape, -1.0))
+            above[length:] = 0
             (above,) = torch.autograd.grad(logits, seen["outputs"], above)
             inputs = seen.pop("inputs")
             gradient = multiply_in_parts(above.flatten(0, -2), head.weight)
@@ -168,7 +166,7 @@ def _run_head_backward(model: PreTrainedModel, flow: BatchFlow, first: int, cont
             del logits, above, seen["outputs"]
     assert hidden.grad is not None
     flow.above = [context.offload(hidden.grad)]
-    return int(valid.sum())
+    return sum(lengths)
 
 
 def draw_labels(probs: Tensor, draws: Tensor) -> Tensor:

@@ -79,9 +79,7 @@ def measure_fisher(
     :raises ValueError: the logits alone are not finite
     """
     sums: dict[str, Tensor] = {}
-    first, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
-    wanted = ("input_ids", "attention_mask")
-    parts = [{name: part for name, part in batch.items() if name in wanted} for batch in first]
+    parts, _ = split_batches(list(loader), -(-num_sequences // count_ranks()))
     before = count_before(sum(len(part["input_ids"]) for part in parts))
     counted, finite = 0, True
     with freeze_weights(model):

@@ -17,6 +17,9 @@ from struprune_plugin.model.structure.tiny import TinyRun
 from struprune_plugin.model.structure.trial_removal import find_flaw, survives_mixing
 
 _WIDTH_NAMES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
+_SCALE = (
+    64.0  # of values: above the bounds of classes that clip them (clip_qkv), which a random instance's do not reach
+)
 Labels = dict[str, list[tuple[str, int]]]  # by producer, what each row is, see _label_rows
 
 
@@ -207,7 +210,9 @@ def prove_values(attention: AttentionLayout, measured: Measured, run: TinyRun) -
     rows, eye = list_channel_rows(measured, attention, width), torch.eye(width)
     if not survives_mixing(layers, attention.output, rows, eye.roll(1, 0), run):
         return "the channels of a head cannot be exchanged", attention
-    rotates = attention.rotates and survives_mixing(layers, attention.output, rows, eye - 2 / width, run)
+    rotates = attention.rotates and all(
+        survives_mixing(layers, attention.output, rows, eye - 2 / width, run, scale) for scale in (1.0, _SCALE)
+    )
     blocks = next(len(heads) for _, part, heads in rows if part == "value")
     first = channels < len(channels) // blocks
     fits = attention.has_heads and (

@@ -64,7 +64,12 @@ def find_flaw(
 
 @torch.no_grad()
 def survives_mixing(
-    layers: Sequence[nn.Module], consumer: str, rows: Sequence[tuple[str, Part, Tensor]], matrix: Tensor, run: TinyRun
+    layers: Sequence[nn.Module],
+    consumer: str,
+    rows: Sequence[tuple[str, Part, Tensor]],
+    matrix: Tensor,
+    run: TinyRun,
+    scale: float = 1.0,
 ) -> bool:
     """Return whether a model's logits stay when an orthogonal matrix, shape [width, width], mixes the channels of every head.
 
@@ -72,19 +77,25 @@ def survives_mixing(
 
     :param consumer: the linear that reads the channels, head by head
     :param rows: rows that produce them, as :func:`~struprune_plugin.units.attention_reading.list_channel_rows` returns them
+    :param scale: factor on the channels, by which the consumer divides: large ones reach a bound on values, if there is one
     """
-    wanted = run()
-    with _change(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):
+
+    def mix(by: Tensor, back: Tensor) -> Tensor:
         for layer in layers:
             weight = _view(layer.get_submodule(consumer)).unflatten(1, (-1, len(matrix)))
-            weight.copy_(weight @ matrix.mT)
+            weight.copy_(weight @ back)
             for name, _, heads in rows:
                 linear: Any = layer.get_submodule(name)
                 for head in heads:
-                    _view(linear)[head] = matrix @ _view(linear)[head]
+                    _view(linear)[head] = by @ _view(linear)[head]
                     if linear.bias is not None:
-                        linear.bias.data[head] = matrix @ linear.bias.data[head]
-        return not run.describe_difference(run(), wanted)
+                        linear.bias.data[head] = by @ linear.bias.data[head]
+        return run()
+
+    eye = torch.eye(len(matrix))
+    with _change(layers, [consumer, *dict.fromkeys(name for name, *_ in rows)]):
+        wanted = mix(scale * eye, eye / scale)
+        return not run.describe_difference(mix(matrix, matrix.mT), wanted)
 
 
 def _view(linear: Any) -> Tensor:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from helpers.families import make_model
 from helpers.models import make_opt
 
 from eval.groups import find_groups
@@ -39,3 +40,10 @@ def test_list_head_weights_partitions_the_attention_weights():
     ]
     expected.append(layer.self_attn.out_proj.weight[:, 6:12].T)
     torch.testing.assert_close(heads[1], torch.cat([w.reshape(-1) for w in expected]))
+
+
+@pytest.mark.parametrize(("clip", "rotates"), [(8.0, False), (None, True)])
+def test_values_that_a_class_clips_are_not_rotated(clip, rotates):
+    """A random instance's are so small that no clipping shows."""
+    groups = find_groups(make_model("olmo", clip_qkv=clip), "value_channels")
+    assert {group.rotates for group in groups if group.unit.is_mixer} == {rotates}

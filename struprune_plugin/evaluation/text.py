@@ -245,7 +245,7 @@ def pack_windows(windows: Tensor) -> Dataset:
 
 
 def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
-    """Raise on data of an unsupported type, on a length that is none, and on ``splits`` and ``window_bos`` without effect.
+    """Raise on data of an unsupported type, on numbers that are none, and on ``splits`` and ``window_bos`` without effect.
 
     :param kwargs: arguments of ``oneshot``
     """
@@ -257,9 +257,9 @@ def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
         )
     if splits is not None and not is_from_host(dataset):
         raise ValueError(f"splits: has no effect on this dataset, got {splits!r}. Pass the part itself as dataset.")
-    length = kwargs.get("max_seq_length")
-    if length is not None and (not isinstance(length, int) or length < 1):
-        raise ValueError(f"max_seq_length: must be a whole number of tokens above 0, got {length!r}. Correct it.")
+    for name in ("max_seq_length", "num_calibration_samples", "batch_size"):
+        if (count := kwargs.get(name)) is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name}: must be a whole number above 0, got {count!r}. Correct it.")
     is_cut = isinstance(dataset, (str, os.PathLike)) or kwargs.get("concatenate_data")
     if not window_bos and (not is_cut or is_from_host(dataset)):
         raise ValueError("window_bos: has no effect on this dataset, whose rows are not cut, got False. Leave it out.")

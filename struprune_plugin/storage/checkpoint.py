@@ -168,9 +168,12 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files raise errors of many classes
+        problem = shorten_error(error)
+        if "instantiate the backend tokenizer" in problem:  # whose reasons follow in further lines
+            problem = "none, or one that needs the package sentencepiece or tiktoken"
         raise ValueError(
-            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {shorten_error(error)}. Copy it "
-            "again, with its model."
+            f"tokenizer: {os.fspath(where)!r} must hold a tokenizer that can be loaded, got: {problem}. Copy it again, with its "
+            "model."
         ) from None
     tokenizer.chat_template = tokenizer.chat_template or _read_processor_template(where, revision)
     return tokenizer

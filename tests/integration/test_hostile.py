@@ -34,7 +34,7 @@ FILES = {
 }
 TEXTS = {
     "latin": (b'{"text": "good"}\n{"text": "caf\xe9"}\n', "line 2: must be a JSON object in UTF-8"),
-    "surrogate": (b'{"text": "\\ud800"}\n', "line 1: must be a JSON object in UTF-8 .*surrogates not allowed"),
+    "surrogate": (b'{"text": "\\ud800"}\n', r"line 1: must be a JSON object in UTF-8 .*\(not UTF-8\)"),
     "deep": (b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", "line 1: must be a JSON object"),
     "nothing": (b'{"text": ""}\n' * 2000, "must hold 16 windows of 64 tokens, got 0 tokens"),
     "one word": (json.dumps({"text": "fox " * 4000}).encode(), r"distinct sequences with \d+ tokens\)"),

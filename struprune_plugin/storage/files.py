@@ -90,6 +90,8 @@ def own_folder(parent: Path) -> Iterator[Path]:
 
     check_place("offload_folder", parent)
     for left in parent.glob("struprune-*.lock"):
+        if not left.stem.removeprefix("struprune-").isdigit():
+            continue  # a lock of somebody else's
         with suppress(Timeout):
             (lock := FileLock(left, blocking=False)).acquire()
             remove(left.with_suffix(""), lock)

@@ -298,3 +298,11 @@ def test_an_own_folder_is_removed_and_so_are_those_of_killed_processes(tmp_path)
         fail()
     assert set(read_names(parent)) <= {"mine", "struprune-1", "struprune-1.lock"}
     assert (parent / "struprune-1").is_dir()
+
+
+def test_a_folder_beside_a_lock_of_somebody_else_stays(tmp_path):
+    (tmp_path / "struprune-models").mkdir()
+    (tmp_path / "struprune-models.lock").write_text("")
+    with own_folder(tmp_path):
+        pass
+    assert read_names(tmp_path) == ["struprune-models", "struprune-models.lock"]

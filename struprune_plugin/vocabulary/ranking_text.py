@@ -23,7 +23,8 @@ _QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 
 
 def split_texts(texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return pieces of the first 20 million characters of some texts: those to rank on, and a tenth that is held out."""
+    """Return pieces of the first 20 million characters of some texts: those to rank on, and a tenth that is held out,
+    at least the last; one alone is both."""
     pieces: list[str] = []
     left = _MOST
     for text in texts:
@@ -32,9 +33,9 @@ def split_texts(texts: Iterable[str]) -> tuple[list[str], list[str]]:
         pieces += (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
         if left <= 0:
             break
-    held = pieces[_HELD_OUT - 1 :: _HELD_OUT] or pieces[-1:]
-    ranked = [piece for place, piece in enumerate(pieces) if place % _HELD_OUT != _HELD_OUT - 1]
-    return ranked, held
+    places = range(_HELD_OUT - 1, len(pieces), _HELD_OUT) or range(len(pieces) - 1, len(pieces))
+    ranked = [piece for place, piece in enumerate(pieces) if place not in places]
+    return ranked or pieces, [pieces[place] for place in places if place >= 0]
 
 
 def read_words(language: str | None, words: Path | None) -> dict[str, float]:

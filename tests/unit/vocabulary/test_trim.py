@@ -20,7 +20,7 @@ from struprune_plugin.evaluation.text import DEMO_CALIBRATION, DEMO_TEST, read_t
 from struprune_plugin.storage.manifest import read_manifest
 from struprune_plugin.storage.vocabulary_record import VOCABULARY_NAME, read_record
 from struprune_plugin.vocabulary.order import grow_counts, order_tokens
-from struprune_plugin.vocabulary.ranking_text import count_ranks
+from struprune_plugin.vocabulary.ranking_text import count_ranks, split_texts
 from struprune_plugin.vocabulary.tokenizer_json import TokenizerJson
 from struprune_plugin.vocabulary.trim import draw_curve, trim_first
 
@@ -508,6 +508,14 @@ def test_a_budget_counts_rows_and_units(plain, tmp_path, capsys):
     assert cli.main(["plan", str(plain), "--vocabulary", "0.9"]) == 2
     assert "must come with --data" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(0, []), (1, [0]), (3, [2]), (10, [9]), (25, [9, 19])])
+def test_pieces_that_are_held_out_are_not_ranked_on(count, held_out):
+    pieces = [f"piece {number}" for number in range(count)]
+    ranked, held = split_texts(pieces)
+    assert held == [pieces[number] for number in held_out]
+    assert ranked == [piece for piece in pieces if piece not in held or count == 1]
 
 
 def test_the_curve_can_be_drawn(plain, tmp_path):

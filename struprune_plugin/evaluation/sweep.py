@@ -63,9 +63,9 @@ def run_points(
 
 
 def digest_files(model: str, *texts: str | Path) -> str:
-    """Return a digest of the weights, tokenizer and configuration in a model's folder, and of files of text."""
+    """Return a digest of the weights, tokenizer, configuration and code in a model's folder, and of files of text."""
     digest, inside = hashlib.sha256(), sorted(Path(model).glob("*"))
-    kinds = ".safetensors", ".json", ".model"
+    kinds = ".safetensors", ".json", ".model", ".txt", ".jinja", ".py"
     for file in [*(each for each in inside if each.suffix in kinds and each.name != MANIFEST_NAME), *map(Path, texts)]:
         if file.is_file():  # else it is on the hub
             with open(file, "rb") as opened:

@@ -7,7 +7,7 @@ import pytest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.cli.options import read_pick, read_sparsities
 from struprune_plugin.evaluation import sweep as sweeping
-from struprune_plugin.evaluation.sweep import pick_point
+from struprune_plugin.evaluation.sweep import digest_files, pick_point
 from struprune_plugin.evaluation.text import DEMO_TEST
 from struprune_plugin.recipes.shipped import find_recipe
 
@@ -175,3 +175,12 @@ def test_another_sweep_and_another_recipe_under_the_same_name_are_not_mixed_in(o
     recipe.write_text(recipe.read_text() + "\n# changed\n")
     assert run(opt, tmp_path / "sweep", *words, sparsities="0.2") == 2
     assert "holds a sweep with another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "chat_template.jinja", "modeling_own.py"])
+def test_every_file_that_changes_a_run_is_in_the_digest_of_a_model(name, tmp_path):
+    digests = set()
+    for content in ("a", "b"):
+        (tmp_path / name).write_text(content)
+        digests.add(digest_files(str(tmp_path)))
+    assert len(digests) == 2

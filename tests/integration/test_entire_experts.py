@@ -15,12 +15,14 @@ from loguru import logger
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from eval.coverage import make_config
 from struprune_plugin import StruPruneModifier, read_manifest
 from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
-from struprune_plugin.model.structure.tiny import draw_tokens
+from struprune_plugin.model.structure.tiny import build_tiny, draw_tokens
 from struprune_plugin.modifiers.plan import Workload, plan_run
+from struprune_plugin.units.expert_routing import find_routing
 
 TYPES = {  # the plain kind is in tests/families
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
@@ -222,3 +224,9 @@ def test_channels_go_where_entire_experts_cannot_as_one_line_says(name, mixture,
     assert manifest.settings["experts"]["units"] == "channels"
     assert any(record.kind == "experts" and record.kept < record.num_units for record in manifest.groups)
     assert not manifest.experts
+
+
+def test_experts_whose_numbers_a_table_of_tokens_holds_stay():
+    """DeepSeek V4's first layers look the experts of a token up."""
+    with pytest.raises(ValueError, match="tid2eid holds whole numbers, which may be those of experts"):
+        find_routing(build_tiny(make_config("deepseek_v4", 2)))

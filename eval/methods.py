@@ -34,6 +34,7 @@ PEERS: dict[str, Row] = {
     "FLAP": Row(peer="eval.peers.flap:prune_flap"),
     "LLM-Pruner": Row(peer="eval.peers.llm_pruner:prune_llm_pruner"),
     "COMPACT": Row(peer="eval.peers.compact:prune_compact"),
+    "StruPrune after COMPACT's rows": Row(peer="eval.rows_first:prune_rows_first"),
 }
 PAPERS_PEERS: dict[str, Row] = {"sliceGPT": SLICEGPT, "FASP": FASP}
 ALGORITHMS: dict[str, Row] = {  # the paper's own, by its names

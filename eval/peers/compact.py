@@ -33,13 +33,18 @@ def prune_compact(folder: str, windows: Tensor, sparsity: float) -> PeerResult:
     :param sparsity: in (0, 1)
     :raises ValueError: the vocabulary cannot be trimmed, or not so far
     """
-    model, source = load_checkpoint(folder, "auto")[0], check_source(folder)
+    model = load_checkpoint(folder, "auto")[0]
     parameters = sparsity * count_prunable_parameters(model)
+    return prune_by_plan(model, windows, parameters, plan_rows(folder, model, windows, parameters))
+
+
+def plan_rows(folder: str, model: PreTrainedModel, windows: Tensor, parameters: float) -> TrimPlan:
+    """Return the rows that :func:`prune_compact` removes; parameters as in :func:`prune_by_plan`."""
+    source = check_source(folder)
     in_rows = sum(weight.numel() for weight in {*list_weights(model)})  # once where they are tied
     in_ffns = sum(group.num_units * group.unit_cost for group in find_groups(model, "none"))
     with rank_by(source.loaded.decode(window) for window in windows.tolist()) as ranking:
-        plan = plan_trim(source, replace(ranking, vocabulary=1 - parameters / (in_rows + in_ffns)))
-    return prune_by_plan(model, windows, parameters, plan)
+        return plan_trim(source, replace(ranking, vocabulary=1 - parameters / (in_rows + in_ffns)))
 
 
 @torch.no_grad()

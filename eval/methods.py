@@ -34,7 +34,6 @@ PEERS: dict[str, Row] = {
     "FLAP": Row(peer="eval.peers.flap:prune_flap"),
     "LLM-Pruner": Row(peer="eval.peers.llm_pruner:prune_llm_pruner"),
     "COMPACT": Row(peer="eval.peers.compact:prune_compact"),
-    "StruPrune after COMPACT's rows": Row(peer="eval.rows_first:prune_rows_first"),
 }
 PAPERS_PEERS: dict[str, Row] = {"sliceGPT": SLICEGPT, "FASP": FASP}
 ALGORITHMS: dict[str, Row] = {  # the paper's own, by its names
@@ -84,7 +83,11 @@ PARTS: dict[str, Row] = {  # the default without one of its parts
 _FFN = {"importance": "wanda", "attention_unit": "none"}
 _ONLY = {"attention_unit": "none", "prune_ffn": False}
 SETS: dict[str, dict[str, Row]] = {
-    "peers": {**PEERS, OURS: DEFAULT},
+    "peers": {
+        **PEERS,
+        "StruPrune after COMPACT's rows": Row(peer="eval.rows_first:prune_rows_first"),
+        OURS: DEFAULT,
+    },
     "parts": PARTS,
     "efforts": {
         **{"FASP": FASP, "uniform allocation": Row({"allocation": "uniform"}), "effort: fast": Row({"effort": "fast"})},

@@ -51,7 +51,8 @@ class Row:
 
     :param fields: of :class:`StruPruneModifier`; empty for its defaults
     :param recovery: fields of a :class:`LoRARecoveryModifier` in a second run, on the pruned folder; no such run where None
-    :param peer: ``module:function`` of type ``(folder, windows, sparsity) -> PeerResult``; then there are no fields
+    :param peer: ``module:function`` of type ``(folder, windows, sparsity) -> PeerResult``, a peer's or of several steps of ours;
+        then there are no fields
     :param text: calibration windows, as a multiple of the workload's
     :param of_experts: the asked and the removed share are those of the routed experts' parameters
     """

@@ -28,8 +28,7 @@ def prune_rows_first(folder: str, windows: Tensor, sparsity: float) -> PeerResul
     prunable = count_prunable_parameters(model)
     plan = plan_rows(folder, model, windows, sparsity * prunable)
     del model
-    start, whole = time.perf_counter(), plan.source.num_parameters
-    in_rows = whole - plan.estimate(plan.size).parameters
+    start, in_rows = time.perf_counter(), plan.num_removed
     with tempfile.TemporaryDirectory() as scratch:
         trimmed, out = Path(scratch) / "trimmed", Path(scratch) / "pruned"
         trimmed.mkdir()
@@ -51,4 +50,4 @@ def prune_rows_first(folder: str, windows: Tensor, sparsity: float) -> PeerResul
         seconds, removed = time.perf_counter() - start, read_manifest(out).budget.met_sparsity
         pruned = load_checkpoint(str(out), "auto")[0]
     note = f"{plan.size:,} of {plan.source.num_rows:,} rows stay"
-    return PeerResult(pruned, removed, seconds, note, tokenizer, in_rows / whole)
+    return PeerResult(pruned, removed, seconds, note, tokenizer, in_rows / plan.source.num_parameters)

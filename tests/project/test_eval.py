@@ -157,7 +157,7 @@ def test_a_smaller_vocabulary_is_scored_per_token_of_the_whole_one(work, opt):
 
 @pytest.mark.parametrize("name", ["COMPACT", "StruPrune after COMPACT's rows"])
 def test_a_row_with_fewer_tokens_tells_the_whole_models_share(name, work, opt):
-    row = rows.run_row(methods.PEERS[name], 0.3, dataclasses.replace(work, divergence=True))
+    row = rows.run_row(methods.SETS["peers"][name], 0.3, dataclasses.replace(work, divergence=True))
     dense = load_checkpoint(str(opt))[0]
     base = count_prunable_parameters(dense) / count_parameters(dense)
     assert row["removed_of_model"] == pytest.approx(0.3 * base, abs=0.002)

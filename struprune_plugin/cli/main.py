@@ -130,8 +130,8 @@ def plan(
     forecast = plan_run(model, modifiers, work, dtype, trust_remote_code, rows)
     trimmed = None if rows is None else describe_trim(rows)
     title = f"{model} by {recipe}, sparsity {forecast.sparsity:g} of the layers' linear parameters, "
-    title += f"{1 - forecast.parameters[1] / forecast.parameters[0]:.1%} of the whole model "
-    title += "(embeddings and head stay)" if trimmed is None else "(rows of the vocabulary included)"
+    title += f"{1 - forecast.parameters[1] / forecast.parameters[0]:.1%} of the whole model"
+    title += "" if trimmed is None else " (rows of the vocabulary included)"
     record = {"model": model, "recipe": recipe, **asdict(forecast)}
     record |= {} if trimmed is None else {"vocabulary": trimmed.model_dump(exclude={"kept"})}
     parts = [] if trimmed is None else [tables.format_facts(tables.list_vocabulary_facts(trimmed))]

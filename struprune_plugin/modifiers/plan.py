@@ -36,6 +36,7 @@ class RunPlan:
     :param sparsity: share of the prunable parameters that goes
     :param parameters: parameters of the model with all rows of its vocabulary, and of the result
     :param bytes: bytes of the weights on the disk in the dtype of the run, before and after, before a quantiser
+    :param embeddings: parameters of embeddings and head in the result
     :param entries: by their label, text that says how many entries of lists of modules stay; empty if all do
     :param layers: numbers of the layers, by what can be removed or stays whole there, as text
     """
@@ -43,6 +44,7 @@ class RunPlan:
     sparsity: float
     parameters: tuple[int, int]
     bytes: tuple[int, int]
+    embeddings: int
     entries: dict[str, str]
     rounding: list[RoundingRecord]
     limit: LimitRecord | None
@@ -88,6 +90,7 @@ def plan_run(
         sparsity=setup.budget.sparsity,
         parameters=(parameters, left),
         bytes=(count_weight_bytes(whole), left_bytes),
+        embeddings=_count_embeddings(model),
         entries=entries,
         rounding=budgets.describe_roundings(setup.groups, setup.roundings),
         limit=budgets.describe_limit(setup.recipe, parameters, left, left_bytes),
@@ -114,6 +117,12 @@ def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> Pr
     return model.to(chosen)
 
 
+def _count_embeddings(model: PreTrainedModel) -> int:
+    """Return the parameters of embeddings and head, tied ones once."""
+    modules = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+
+
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +144,8 @@ def format_plan(plan: RunPlan) -> list[Any]:
     facts = plan.needs.describe()
     for text, layers in plan.layers.items():
         facts.append((f"layers {layers[0]} to {layers[-1]} ({len(layers)})", text))
+    share = plan.embeddings / plan.parameters[0]
+    facts.append(("embeddings and head", f"{share:.1%} of the model's parameters, from which only --vocabulary takes"))
     facts += plan.entries.items()
     facts += [(f"budget: {plan.limit.name}", tables.show_limit(plan.limit))] if plan.limit else []
     facts += [("widths", tables.describe_rounding(entry)) for entry in plan.rounding]

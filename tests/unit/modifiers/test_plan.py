@@ -80,8 +80,10 @@ def test_bytes_of_host_and_device_are_told_of_a_packed_mixture(tmp_path, capsys)
     assert cli.main([*argv, "--quiet", *SMALL]) == 0
     printed = capsys.readouterr().out
     gone = 1 - found["parameters"][1] / found["parameters"][0]
-    wanted = f"sparsity 0.3 of the layers' linear parameters, {gone:.1%} of the whole model (embeddings and head stay)"
-    assert wanted in printed
+    assert f"sparsity 0.3 of the layers' linear parameters, {gone:.1%} of the whole model\n" in printed
+    both = 2 * config.vocab_size * config.hidden_size
+    assert found["embeddings"] == both
+    assert f"embeddings and head  {both / found['parameters'][0]:.1%} of the model's parameters, from which" in printed
     assert "on the device  " in printed
 
 

@@ -15,6 +15,7 @@ import torch
 from compressed_tensors.registry import standardize_lookup_name
 from datasets import Dataset, IterableDataset, load_dataset
 from llmcompressor.transformers.data import TextGenerationDataset
+from loguru import logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -257,6 +258,12 @@ def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
         )
     if splits is not None and not is_from_host(dataset):
         raise ValueError(f"splits: has no effect on this dataset, got {splits!r}. Pass the part itself as dataset.")
+    takes_functions = isinstance(dataset, (Dataset, IterableDataset)) or is_from_host(dataset)
+    if kwargs.get("preprocessing_func") and not takes_functions:
+        raise ValueError("preprocessing_func: has no effect on this dataset. Apply it, and pass the Dataset.")
+    unread = [name for name in ("num_calibration_samples", "max_seq_length", "batch_size") if kwargs.get(name)]
+    if isinstance(dataset, DataLoader) and unread:
+        logger.warning(f"dataset: all batches of a loader are used as they are, without {', '.join(unread)}.")
     for name in ("max_seq_length", "num_calibration_samples", "batch_size"):
         if (count := kwargs.get(name)) is not None and (not isinstance(count, int) or count < 1):
             raise ValueError(f"{name}: must be a whole number above 0, got {count!r}. Correct it.")
@@ -283,12 +290,15 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
         than processes; with several processes, a data set name that llm-compressor resolves
     """
     source, samples = kwargs.get("dataset"), kwargs.get("num_calibration_samples") or 512
-    if isinstance(source, IterableDataset):
+    preprocesses, columns = bool(kwargs.get("preprocessing_func")), list[str]()
+    if isinstance(source, Dataset | IterableDataset):
+        columns = [*(source.column_names or next(iter(source), ()))]  # a stream may not know them
+    has_tokens = "input_ids" in columns
+    is_cut = bool(kwargs.get("concatenate_data")) and not (preprocesses or has_tokens)
+    if isinstance(source, IterableDataset) and not (is_cut and columns):
         source = Dataset.from_list(list(islice(source, samples))) or Dataset.from_dict({"text": []})
-    rows, preprocesses = (source if isinstance(source, Dataset) else None), bool(kwargs.get("preprocessing_func"))
-    if rows is not None and rows.column_names and not len(rows):
+    if isinstance(source, Dataset) and source.column_names and not len(source):
         raise ValueError("dataset: must have at least one row, got none. Pass other data, or select other rows.")
-    has_tokens = rows and "input_ids" in rows.column_names and not preprocesses
     if source is None or isinstance(source, DataLoader) or has_tokens:
         return _split_dataset(kwargs | {"dataset": source})
     trusts, column = kwargs.get("trust_remote_code_model", False), kwargs.get("text_column") or "text"
@@ -306,41 +316,36 @@ def prepare_dataset(model: str | PreTrainedModel, kwargs: dict[str, Any], window
     if tokenizer.model_max_length > positions:  # llm-compressor would make rows of that length, which may be 1e30
         known = most if tokenizer.model_max_length < 10**9 else length
         kwargs = kwargs | {"max_seq_length": kwargs.get("max_seq_length") or known}
-    if is_from_host(source) or (rows and preprocesses):
+    if preprocesses or is_from_host(source):
         return _split_dataset(kwargs | {"dataset": source})
-    if rows and kwargs.get("concatenate_data") and window_bos and find_special_tokens(tokenizer)[0]:
-        dataset = _cut_rows(rows, tokenizer, samples, length, column)
-        kwargs = kwargs | {"concatenate_data": False}
-    elif rows is not None:
-        dataset = _tokenize_chats(rows, tokenizer, length, column)
-    else:
+    if not isinstance(source, Dataset | IterableDataset):
         dataset = make_calibration_dataset(source, tokenizer, samples, length, column, window_bos)
-    return _split_dataset(kwargs | {"dataset": dataset})
-
-
-def _tokenize_chats(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, text_column: str) -> Dataset:
-    """Return the column of a data set's texts, which llm-compressor tokenises, or the token ids of its conversations."""
-    column = find_column(dataset.column_names, text_column)
-    rows = [*dataset[column]]
-    texts = [*_make_texts(rows, tokenizer, column)]
-    if all(isinstance(row, str) for row in rows):
-        alone = dataset.select_columns(column)  # llm-compressor prefers one of the name text
-        return alone if column in ("text", text_column) else alone.rename_column(column, "text")
-    ids = [tokenizer(text, verbose=False)["input_ids"][:length] for text in texts]
-    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
-
-
-def _cut_rows(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, text_column: str
-) -> Dataset:
-    """Return up to so many windows of a data set's texts or conversations, as a file's; llm-compressor's have no beginning."""
-    column = find_column(dataset.column_names, text_column)
-    tokens = tokenize_texts(tokenizer, _make_texts(dataset[column], tokenizer, column), samples * length, length)
+        return _split_dataset(kwargs | {"dataset": dataset})
+    column = find_column(columns, column)
+    if not is_cut:
+        return _split_dataset(kwargs | {"dataset": _read_rows(source, tokenizer, length, column)})
+    texts = _make_texts((row[column] for row in source), tokenizer, column)
+    tokens = tokenize_texts(tokenizer, texts, samples * length, length if window_bos else None)
     if len(tokens) < length:
         raise ValueError(
             f"dataset: must hold a window of {length} tokens, got {len(tokens)}. Lower max_seq_length, or give more text."
         )
-    return pack_windows(tokens[: len(tokens) // length * length].view(-1, length))
+    windows = pack_windows(tokens[: len(tokens) // length * length].view(-1, length))
+    return _split_dataset(kwargs | {"dataset": windows, "concatenate_data": False})
+
+
+def _read_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, column: str) -> Dataset:
+    """Return a data set of its texts alone, which llm-compressor tokenises, or of the token ids of its conversations; rows without
+    text are left out."""
+    rows = [*dataset[column]]
+    texts = [*_make_texts(rows, tokenizer, column)]
+    places = [place for place, text in enumerate(texts) if text.strip()]
+    if not places:
+        raise ValueError(f"dataset: must have a row with text in the column {column!r}, got none. Pass other data.")
+    if all(isinstance(row, str) for row in rows):
+        return Dataset.from_dict({"text": [texts[place] for place in places]})
+    ids = [tokenizer(texts[place], verbose=False)["input_ids"][:length] for place in places]
+    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
 def _split_dataset(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from compressed_tensors.utils import match_modules_set
+from llmcompressor.datasets.utils import LengthAwareSampler
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier, REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -204,6 +205,11 @@ def read_batches(loader: Iterable[dict[str, Tensor]] | None) -> list[dict[str, T
         raise ValueError(
             "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
         )
+    shapes = {getattr(batch.get("input_ids"), "shape", ())[1:] for batch in batches if isinstance(batch, Mapping)}
+    if isinstance(getattr(loader, "sampler", None), LengthAwareSampler) and len(shapes) > 1:
+        # the longest come first: the last ones, which are held out, would have few tokens
+        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(0))
+        batches = [batches[place] for place in order]
     return batches
 
 

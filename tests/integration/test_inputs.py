@@ -13,6 +13,8 @@ from datasets import Dataset, DatasetDict
 from helpers.families import make_model
 from helpers.mixtures import make_mixture
 from helpers.models import make_dataset, run_oneshot, save_model, save_opt
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import get_calibration_dataloader
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import SmoothQuantModifier
 from loguru import logger
@@ -34,12 +36,14 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.text import (
     DEMO_CALIBRATION,
     DEMO_MODEL,
+    check_dataset,
     make_calibration_dataset,
     prepare_dataset,
     read_texts,
 )
 from struprune_plugin.model.structure.shrinking import shrink_config
 from struprune_plugin.model.structure.tiny import build_instance
+from struprune_plugin.modifiers.checks import read_batches
 from struprune_plugin.pruning.prune_layer import Pruner
 from struprune_plugin.storage import checkpoint
 from struprune_plugin.storage.manifest import read_manifest
@@ -291,7 +295,7 @@ def test_data_of_other_columns_or_none_are_refused_by_name(llama):
     with pytest.raises(ValueError, match="got DatasetDict"):
         run(llama, dataset=DatasetDict({"test": Dataset.from_dict({"text": texts})}))
     both = {"dataset": Dataset.from_dict({"prompt": texts, "text": texts}), "text_column": "prompt"}
-    assert prepare_dataset(str(llama), both)["dataset"].column_names == ["prompt"]
+    assert prepare_dataset(str(llama), both)["dataset"].column_names == ["text"]
     run(llama, **both, max_seq_length=32)
 
 
@@ -383,6 +387,21 @@ def test_a_loader_that_shuffles_is_recorded_in_the_order_that_was_used(llama, tm
     loader = DataLoader(make_dataset().with_format("torch"), batch_size=4, shuffle=True)
     run(llama, dataset=loader, output_dir=str(tmp_path / "out"))
     assert read_manifest(tmp_path / "out").calibration.sha256 == digest_tokens(batch["input_ids"] for batch in used[0])
+
+
+def test_rows_that_come_longest_first_are_mixed_before_the_last_ones_are_held_out():
+    rows = Dataset.from_dict({"input_ids": [ROW[:length] for length in range(1, 33)]})
+    args = DatasetArguments(dataset=rows, shuffle_calibration_samples=False)
+    lengths = [batch["input_ids"].shape[1] for batch in read_batches(get_calibration_dataloader(args, None))]
+    assert sorted(lengths) == [*range(1, 33)]
+    assert 8 < sum(lengths[-8:]) / 8 < 25
+
+
+def test_a_loader_s_batches_are_used_as_they_are_and_that_is_told():
+    loader = DataLoader(make_dataset().with_format("torch"), batch_size=4)
+    with record_log() as said:
+        check_dataset({"dataset": loader, "num_calibration_samples": 4, "max_seq_length": 8})
+    assert "used as they are, without num_calibration_samples, max_seq_length" in said[0]
 
 
 @pytest.mark.parametrize("column", ["messages", "text", "other"])

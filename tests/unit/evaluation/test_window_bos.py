@@ -100,6 +100,14 @@ def test_rows_that_are_concatenated_are_cut_as_a_file_s(rows):
     assert not found["concatenate_data"]
     with pytest.raises(ValueError, match=r"must hold a window of 400 tokens, got \d+. Lower max_seq_length"):
         prepare_dataset(str(DEMO_MODEL), asked | {"max_seq_length": 400})
+    for data in (dataset, dataset.to_iterable_dataset()):  # of more rows than windows
+        few = asked | {"dataset": data, "num_calibration_samples": 2}
+        assert prepare_dataset(str(DEMO_MODEL), few)["dataset"]["input_ids"] == wanted[:2]
+        stream = [token for text in TEXTS for token in tokenizer(text)["input_ids"]]
+        assert prepare_dataset(str(DEMO_MODEL), few, window_bos=False)["dataset"]["input_ids"] == [
+            stream[:16],
+            stream[16:32],
+        ]
 
 
 def test_token_ids_stay_and_the_field_is_refused_where_nothing_is_cut():
@@ -108,6 +116,15 @@ def test_token_ids_stay_and_the_field_is_refused_where_nothing_is_cut():
     check_dataset({"dataset": "c4"}, window_bos=False)
     with pytest.raises(ValueError, match="window_bos: has no effect on this dataset"):
         check_dataset({"dataset": ids}, window_bos=False)
+    with pytest.raises(ValueError, match="preprocessing_func: has no effect on this dataset"):
+        check_dataset({"dataset": "c4", "preprocessing_func": print})
+
+
+def test_rows_without_text_are_left_out():
+    rows = {"dataset": Dataset.from_dict({"text": ["", "words", " \n", "more"]})}
+    assert prepare_dataset(str(DEMO_MODEL), rows)["dataset"]["text"] == ["words", "more"]
+    with pytest.raises(ValueError, match="must have a row with text in the column 'text', got none"):
+        prepare_dataset(str(DEMO_MODEL), {"dataset": Dataset.from_dict({"text": ["", " "]})})
 
 
 @pytest.mark.parametrize("more", [[], ["--no-window-bos"]])

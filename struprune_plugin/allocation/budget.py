@@ -57,7 +57,8 @@ def allocate_error_curves(
 
     Steps along the lower convex hulls are taken in the order of error saved per parameter, which is optimal wherever they end
     exactly on the budget. Where the next step does not fit, the remaining budget is spent on the best steps that fit, on the
-    hull or not. Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
+    hull or not. Where half or more of a coarse step (of experts that share one width) would fit, the others make room for it.
+    Every group keeps at least one step, and no group loses more than ``max_sparsity``, to within one step.
     Source: method.md section 5, ``error_curve``.
 
     :param curves: error with k = 0 ... num_units units kept, comparable between groups, shape [num_units + 1]
@@ -69,11 +70,27 @@ def allocate_error_curves(
     counts = [list_counts(group, max_sparsity) for group in groups]
     errors = [curve.double().cpu()[ks].tolist() for curve, ks in zip(curves, counts, strict=True)]
     costs = [[float(k * group.unit_cost) for k in ks] for group, ks in zip(groups, counts, strict=True)]
-    at = [0] * len(groups)  # index of each group's choice among its counts
+    at, left = _spend_budget(costs, errors, budget)
+    finest = min((cost[1] - cost[0] for cost in costs if len(cost) > 1), default=0.0)
+    for g, cost in enumerate(costs):
+        i = at[g] + 1
+        if left > finest and i < len(cost) and left < cost[i] - cost[i - 1] <= 2 * left:
+            wider = [*costs[:g], cost[i:], *costs[g + 1 :]], [*errors[:g], errors[g][i:], *errors[g + 1 :]]
+            if sum(cost[0] for cost in wider[0]) <= budget:
+                at, left = _spend_budget(*wider, budget)
+                at[g] += i
+    return [ks[i] for ks, i in zip(counts, at, strict=True)]
+
+
+def _spend_budget(
+    costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float
+) -> tuple[list[int], float]:
+    """Return the index of every group's choice among its costs, and the budget that is left."""
+    at = [0] * len(costs)
     left = budget - sum(cost[0] for cost in costs)
     steps = [  # the error saved per cost falls along each hull, so that a global sort keeps the order in each group
         (round_off((errors[g][i] - errors[g][j]) / (costs[g][j] - costs[g][i])), g, i, j)
-        for g in range(len(groups))
+        for g in range(len(costs))
         for i, j in itertools.pairwise(_find_hull(costs[g], errors[g]))
     ]
     for _, g, i, j in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
@@ -83,7 +100,7 @@ def allocate_error_curves(
     left = _fill_budget(costs, errors, at, left)
     if left > max((b - a for cost in costs for a, b in itertools.pairwise(cost)), default=0):
         _fill_evenly(costs, at, left)
-    return [ks[i] for ks, i in zip(counts, at, strict=True)]
+    return at, left
 
 
 def list_counts(group: GroupSize, max_sparsity: float) -> list[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
-from compressed_tensors.utils import match_modules_set
-from llmcompressor.datasets.utils import LengthAwareSampler
+from compressed_tensors.utils import match_modules_set, patch_attr
+from llmcompressor.datasets.utils import DataCollatorWithTruncation, LengthAwareSampler
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier, REAPPruningModifier
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import SparsityModifierBase
@@ -193,14 +196,31 @@ def check_weights(model: nn.Module) -> None:
             raise ValueError(f"{name}: must be finite, got NaN or Inf. Repair or reload the checkpoint.")
 
 
-def read_batches(loader: Iterable[dict[str, Tensor]] | None) -> list[dict[str, Tensor]]:
+def read_batches(loader: Any) -> list[dict[str, Tensor]]:
     """Return a loader's batches, read once: in every pass a shuffling one gives them in another order.
 
     :raises ValueError: there are no data, or the loader gives nothing to the stages behind
     """
     if loader is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
-    batches = list(loader)
+    collate: Any = getattr(loader, "collate_fn", None)
+    lost = list[int]()
+
+    def count_lost(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        lengths = [len(row["input_ids"]) for row in rows]  # llm-compressor's function cuts the rows in place
+        batch = collate(rows)
+        most = collate.max_seq_length or max(lengths)
+        lost.append(sum(min(length, most) for length in lengths) - batch["input_ids"].numel())
+        return batch
+
+    is_cut = isinstance(collate, DataCollatorWithTruncation) and not loader.num_workers
+    with patch_attr(loader, "collate_fn", count_lost) if is_cut else nullcontext():
+        batches = list(loader)
+    if total := sum(lost):
+        logger.warning(
+            f"dataset: {total:,} tokens are not used, because llm-compressor cuts the rows of a batch to its shortest. Set "
+            "batch_size=1 to use them."
+        )
     if batches and next(iter(loader), None) is None:
         raise ValueError(
             "dataset: a loader must give its batches in every pass, got none in the second. Pass a list of them, or a Dataset."
@@ -213,12 +233,13 @@ def read_batches(loader: Iterable[dict[str, Tensor]] | None) -> list[dict[str, T
     return batches
 
 
-def read_rows(batches: Iterable) -> list[tuple[Tensor, Tensor]]:
+def read_rows(model: PreTrainedModel, batches: Iterable) -> list[tuple[Tensor, Tensor]]:
     """Return the token ids of every calibration sequence, padding included, and the mask of those that count, shape [S] each.
 
-    :raises ValueError: a batch has no such ids
+    :raises ValueError: a batch has no such ids, or arguments of the model besides, which the passes over layers do not use
     """
     rows: list[tuple[Tensor, Tensor]] = []
+    unused = inspect.signature(model.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
     for batch in batches:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         is_whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2 and ids.numel()
@@ -227,7 +248,16 @@ def read_rows(batches: Iterable) -> list[tuple[Tensor, Tensor]]:
                 "dataset: every batch must hold input_ids, a tensor of whole numbers from 0 on with sequences as rows, none "
                 f"of them empty, got {shorten_value(ids.tolist() if isinstance(ids, Tensor) else batch)}. Correct the data."
             )
-        rows += zip(ids.cpu().to(torch.int64), mark_tokens(batch).cpu(), strict=True)
+        mask = mark_tokens(batch).cpu()
+        for name in sorted(unused & batch.keys()):
+            usual = mask.cumsum(1) - 1 if name == "position_ids" else torch.zeros_like(ids.cpu())
+            value = batch[name]
+            if not (isinstance(value, Tensor) and value.shape == ids.shape and (value.cpu() == usual)[mask].all()):
+                raise ValueError(
+                    f"dataset: batches must hold no arguments of the model but input_ids, attention_mask and labels, got {name}, "
+                    "which would have no effect. Remove it; of packed sequences, make each a row."
+                )
+        rows += zip(ids.cpu().to(torch.int64), mask, strict=True)
     return rows
 
 
@@ -240,7 +270,7 @@ def check_calibration(
     :param needed: tokens in distinct sequences that this solve needs
     :raises ValueError: too few tokens, or as :func:`check_sequences`
     """
-    rows = read_rows(batches)
+    rows = read_rows(model, batches)
     longest = max((len(ids) for ids, _ in rows), default=0)
     largest = max((int(ids.max()) for ids, _ in rows), default=0)
     check_sequences(model, max(gather(longest)), max(gather(largest)))  # all processes refuse together

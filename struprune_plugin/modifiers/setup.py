@@ -44,9 +44,9 @@ class Setup:
     entries: ListEntries | None  # of lists of modules, some of which go
     early: UnitAllocation | None  # of a rule that needs no calibration data
 
-    def count_removed(self) -> int:
-        """Return the parameters that go; how they spread over the layers may need calibration data, their sum does not."""
-        num_keep = (self.early or allocate_uniformly(self.sizes, self.budget)).num_keep
+    def count_removed(self, allocation: UnitAllocation | None = None) -> int:
+        """Return the parameters that go by an allocation, or about as many before the calibration data decide on it."""
+        num_keep = (allocation or self.early or allocate_uniformly(self.sizes, self.budget)).num_keep
         removed = 0 if self.entries is None else self.entries.count_removed(self.budget.num_entries)
         for group in self.groups:
             removed += (group.num_units - num_keep.get(group.name, group.num_units)) * group.unit_cost

@@ -349,6 +349,11 @@ BROKEN = {
     "lists": (lambda: DataLoader([{"input_ids": ROW}] * 8, batch_size=None), BATCHES),
     "texts": (lambda: DataLoader(["text"] * 8, batch_size=4), BATCHES),
     "sequences alone": (lambda: DataLoader([{"input_ids": torch.tensor(ROW)}] * 8, batch_size=None), BATCHES),
+    "packed": (
+        lambda: make_loader([*range(16), *range(16)]),
+        "batches must hold no arguments .*, got position_ids, which",
+    ),
+    "embedded": (lambda: make_loader([*range(32)], inputs_embeds=[0.5]), "batches must .*, got inputs_embeds, which"),
     "one pass": (lambda: make_loader_of_one_pass(), "a loader must give its batches in every pass"),
     "no text": (lambda: Dataset.from_dict({"text": [None, "words"] * 4}), "every row must hold a text .*, got None"),
     "numbers": (lambda: Dataset.from_dict({"text": [1, 2]}), "every row must hold a text .*, got 1"),
@@ -366,6 +371,14 @@ BROKEN = {
 }
 
 
+def make_loader(positions, **others):
+    rows = Dataset.from_dict({"input_ids": make_dataset()["input_ids"], "position_ids": [positions] * 8})
+    rows = rows.add_column("number", [*range(8)])  # is no argument of the model
+    for name, value in others.items():
+        rows = rows.add_column(name, [value] * 8)
+    return DataLoader(rows.with_format("torch"), batch_size=4)
+
+
 def make_loader_of_one_pass():
     batches = ({"input_ids": row["input_ids"][None]} for row in make_dataset().with_format("torch"))
     stream = type("Stream", (TorchIterableDataset,), {"__iter__": lambda self: batches})
@@ -377,6 +390,19 @@ def test_data_that_cannot_calibrate_are_refused_by_name(kind, llama):
     data, told = BROKEN[kind]
     with pytest.raises(ValueError, match=f"dataset: {told}"):
         run(llama, dataset=data(), max_seq_length=32)
+
+
+def test_positions_that_are_counted_change_nothing(llama):
+    wanted, found = (run(llama, dataset=data) for data in (make_dataset(), make_loader([*range(32)])))
+    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
+
+
+def test_tokens_that_a_batch_s_shortest_row_cuts_are_counted_in_a_warning(llama):
+    messages, rows = [], [ROW] * 6 + [ROW[:24], ROW[:30]]
+    sink = logger.add(messages.append, level="WARNING")
+    run(llama, dataset=Dataset.from_dict({"input_ids": rows}), max_seq_length=31)
+    logger.remove(sink)
+    assert sum("dataset: 20 tokens are not used" in line for line in messages) == 1
 
 
 def test_a_loader_that_shuffles_is_recorded_in_the_order_that_was_used(llama, tmp_path, monkeypatch):

@@ -62,6 +62,14 @@ def test_widths_are_one_for_the_model_or_one_per_layer(mixture, tmp_path):
     assert all(len(kept) == 1 and kept.pop() % 8 == 0 for kept in widths.values())
 
 
+def test_a_size_that_coarse_steps_miss_is_named(mixture, tmp_path):
+    messages = []
+    sink = logger.add(messages.append, level="WARNING")
+    prune(mixture, tmp_path / "out", sparsity=0.27, attention_unit="none")
+    logger.remove(sink)
+    assert any("sparsity: 30.0% of the linears' parameters go in place of 27.0%" in line for line in messages)
+
+
 def test_whole_experts_leave_before_channels_do(mixture, tmp_path):
     prune(mixture, tmp_path / "channels")
     with pytest.raises(ValueError, match="REAPPruningModifier: its output would not load, since the channels of these"):

@@ -235,6 +235,15 @@ def test_allocate_error_curves_of_any_shape_is_optimal_to_within_one_step_of_the
                 assert curves[i][more] >= curves[i][kept[i]]
 
 
+@pytest.mark.parametrize(("asked", "experts", "removed"), [(250, 3, 250), (380, 2, 400), (450, 2, 450), (10, 4, 10)])
+def test_allocate_error_curves_takes_the_nearer_step_where_one_group_has_coarse_ones(asked, experts, removed):
+    """Experts of one width hold four fifths of the parameters, in steps of a fifth; attention is dearer."""
+    groups = [GroupSize("experts", "experts", 4, 200, 1), GroupSize("attention", "attention", 40, 5, 1)]
+    curves = [torch.linspace(1, 0, 5), torch.linspace(50, 0, 41)]
+    kept = allocate_error_curves(groups, curves, 1000 - asked)
+    assert (kept[0], count_removed(groups, kept)) == (experts, removed)
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.001, 0.01, 0.05, 0.2])
 def test_allocate_error_curves_meets_small_budgets_where_curves_end_flat(sparsity):
     """Units that the others replace to within rounding save nothing; they are not to go for that."""

@@ -75,6 +75,13 @@ class TokenizerJson:
         normal = self.content.get("normalizer") or {}
         return "ByteLevel" in kinds | {step.get("type") for step in (normal, *normal.get("normalizers", ()))}
 
+    def add_missing(self, loaded: Tokenizer) -> TokenizerJson:
+        """Return the content with the tokens that a loaded one has besides: ``tokenizer_config.json`` or the class names them."""
+        known, more = {*self.tokens.values()}, json.loads(loaded.to_str())["added_tokens"]
+        added = [*(self.content.get("added_tokens") or []), *(token for token in more if token["content"] not in known)]
+        content = self.content | {"added_tokens": added}
+        return TokenizerJson(content, json.dumps(content))
+
     def show(self, number: int) -> str:
         """Return the text that a token stands for; what are not whole characters is left out."""
         text = self.tokens[number]

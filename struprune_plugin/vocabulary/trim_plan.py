@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from struprune_plugin.evaluation.text import stream_texts
@@ -180,6 +181,9 @@ def check_source(model: str, reserved: str = "keep", trusts: bool = False, revis
     is_tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
     copies = find_copies(folder, stored, rows) if is_tied else []
     loaded = load_tokenizer(folder, revision, trusts)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer) and loaded.get_vocab().keys() > {*tokenizer.tokens.values()}:
+        tokenizer = tokenizer.add_missing(backend)
     if strange := loaded.get_vocab().keys() ^ {*tokenizer.tokens.values()}:
         raise ValueError(
             f"tokenizer: tokenizer.json must hold the tokens that AutoTokenizer loads, got {sorted(strange)[0]!r} in one of them. "

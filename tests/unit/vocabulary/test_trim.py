@@ -135,6 +135,18 @@ def test_shards_bias_and_row_less_tokens(tmp_path):
     torch.testing.assert_close(new, old[:, record.kept[:-1]], rtol=0, atol=0)
 
 
+def test_a_token_that_the_tokenizer_s_settings_alone_name_stays(tmp_path):
+    whole = save_model(tmp_path / "whole", make_tokenizer("byte_level", 600))
+    file = whole / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": "[PAD]"}))
+    record = trim_vocabulary(whole, tmp_path / "small", DEMO_CALIBRATION, vocabulary=448)
+    small = AutoTokenizer.from_pretrained(tmp_path / "small")
+    assert (small.pad_token, record.kept[small.pad_token_id]) == ("[PAD]", 600)
+    assert len(small) == 448
+    new = load_logits(tmp_path / "small", [5, small.pad_token_id])
+    torch.testing.assert_close(new, load_logits(whole, [record.kept[5], 600])[:, record.kept], rtol=0, atol=0)
+
+
 def test_a_tied_head_that_is_stored_twice_counts_once(tmp_path):
     tokenizer = make_tokenizer("byte_level", 600)
     once = save_model(tmp_path / "once", tokenizer, tie_word_embeddings=True)

@@ -27,7 +27,7 @@ from struprune_plugin.model.structure.finder import find_structure
 from struprune_plugin.model.structure.locate import find_stock, is_pruned, make_dense_config, read_padding
 from struprune_plugin.model.unit_kind import UNIT_KINDS, UnitGroup
 from struprune_plugin.runtime.residence import compare_embeddings_on_host
-from struprune_plugin.storage.checkpoint import find_checkpoint
+from struprune_plugin.storage.checkpoint import fetch_carried, find_checkpoint
 
 _EXPERT_KEYS = ("moe_intermediate_size", "intermediate_size")  # in the order in which engines ask for them
 _HOST_SAVING = "llmcompressor.transformers.compression.compressed_tensors_utils"
@@ -152,8 +152,9 @@ def carry_files(source: str, output: Path, config: PreTrainedConfig, revision: s
 
     :param config: the output's configuration
     """
-    folder = find_checkpoint(source, revision or "main") if source else None
-    if folder:
+    if source:
+        fetch_carried(source, revision or "main")
+    if source and (folder := find_checkpoint(source, revision or "main")):
         copy_carried(folder, output)
         keep_old_keys(folder, output, config, is_stock=not is_pruned(type(config)))
 

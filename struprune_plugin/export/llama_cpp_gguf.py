@@ -102,10 +102,11 @@ def _read_tokenizer(path: Path) -> dict[str, Any]:
 
 def _name_splitting(tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for a tokenizer's splitting of text before merges; ValueError where it is not known here."""
-    split = tokenizer.get("pre_tokenizer") or {}
+    split, model, normalizer = (tokenizer.get(name) or {} for name in ("pre_tokenizer", "model", "normalizer"))
     steps = split.get("pretokenizers", [split])
     types = [step.get("type") for step in steps]
-    if tokenizer.get("model", {}).get("type") == "BPE":
+    changes = normalizer.get("normalizers", normalizer) or steps[-1].get("add_prefix_space")  # text, before it is split
+    if model.get("type") == "BPE" and not changes and steps[-1].get("use_regex", True) == (types[0] != "Split"):
         if types == ["ByteLevel"]:
             return "gpt-2"
         if types == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
@@ -114,7 +115,8 @@ def _name_splitting(tokenizer: dict[str, Any]) -> str:
             return "llama-bpe"
     raise ValueError(
         "gguf: the tokenizer must be a byte-level BPE that splits as GPT-2's, SmolLM's or LLaMA-3's does, got a "
-        f"{tokenizer.get('model', {}).get('type')} with {types}. Convert to uniform-padded, and try llama.cpp's own converter."
+        f"{model.get('type')} with {types}{' and a change of the text before' if changes else ''}. Convert to uniform-padded, and "
+        "try llama.cpp's own converter."
     )
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging as transformers_logging
 
 from struprune_plugin.storage.checkpoint import find_checkpoint
 from struprune_plugin.storage.files import write_whole
-from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES
+from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, copy_templates
 
 _ROPE, _TOKENIZER = "rope_parameters", "tokenizer_config.json"
 _NOT_KEPT = {"architectures", "auto_map", "quantization_config", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -118,11 +119,30 @@ def keep_tokenizer(origin: str | None, source: str, output: Path, revision: str 
     :param origin: as :func:`find_origin` returns it
     :param source: folder or hub name of the model
     """
+    used = _read_json(output / _TOKENIZER).get("tokenizer_class")
     folder = find_checkpoint(origin, revision if origin == source else "main") if origin else None
     if folder:
         _restore_files(folder, output)
     elif source and (folder := find_checkpoint(source, revision)):
         _restore_class(folder, output)
+    if used:
+        _name_class(output, used)
+
+
+def _name_class(output: Path, used: str) -> None:
+    """Name the class of a tokenizer in its file where AutoTokenizer takes another one. For some types of models (GPT-2, Mistral,
+    Phi 3) it takes a class of its own and not the named one, which would split text otherwise; a pruned model's type is none of
+    them."""
+    said = _read_json(output / _TOKENIZER)
+    if "auto_map" in said:
+        return
+    try:
+        taken = type(AutoTokenizer.from_pretrained(output, trust_remote_code=False)).__name__
+    except Exception:  # files that the named class cannot read
+        taken = ""
+    if taken.removesuffix("Fast") != used.removesuffix("Fast"):
+        said["tokenizer_class"] = "PreTrainedTokenizerFast" if used == "TokenizersBackend" else used  # its older name
+        _write_json(output / _TOKENIZER, said)
 
 
 def _list_saved(processor: Any) -> dict[str, Any]:
@@ -160,16 +180,18 @@ def _restore_class(source: Path, output: Path) -> None:
         if isinstance(tokens := said.get("extra_special_tokens"), list):
             said["additional_special_tokens"] = tokens
             del said["extra_special_tokens"]
-        write_whole(file, json.dumps(said, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        _write_json(file, said)
 
 
 def copy_carried(folder: Path, output: Path) -> None:
-    """Copy the files of tokenizer and processor that the output folder does not have yet."""
-    for file in sorted(folder.iterdir()):
-        if _is_carried(file) and not (output / file.name).exists():
+    """Copy the files of tokenizer and processor that the output folder does not have yet, and what their code imports."""
+    files = [file for file in folder.iterdir() if _is_carried(file)]
+    imported = [Path(each) for file in files if file.suffix == ".py" for each in get_relative_import_files(file)]
+    for file in {*files, *imported}:
+        if not (output / file.name).exists():
             shutil.copyfile(file, output / file.name)
-    if (folder / TEMPLATES).is_dir() and not (output / TEMPLATES).exists():
-        shutil.copytree(folder / TEMPLATES, output / TEMPLATES)
+    if not (output / TEMPLATES).exists():
+        copy_templates(folder, output)
 
 
 def _is_carried(file: Path) -> bool:
@@ -183,3 +205,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    write_whole(file, json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.offload import disable_onloading
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loguru import logger
 from safetensors import SafetensorError, safe_open
@@ -38,7 +38,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from struprune_plugin.model.structure.finder import find_structure_of
 from struprune_plugin.model.structure.locate import PREFIX, find_stock
 from struprune_plugin.model.structure.shrinking import walk_parts
-from struprune_plugin.storage.files import ADAPTER, MERGE, check_model, shorten_error
+from struprune_plugin.storage.files import ADAPTER, MERGE, check_model, is_hub_name, shorten_error
+from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES
 
 # recomputed on loading
 _DERIVED = re.compile(r"(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|num_batches_tracked)$")
@@ -272,6 +273,19 @@ def find_checkpoint(model: str, revision: str = "main") -> Path | None:
     except (OSError, ValueError):  # not cached, or not a valid hub name
         return None
     return Path(file).parent if file else None
+
+
+def fetch_carried(model: str, revision: str = "main") -> None:
+    """Fetch into the hub's cache what an output takes over from a hub name: loading a model fetches no files of its processor."""
+    if Path(model).is_dir() or not is_hub_name(model):
+        return
+    try:
+        snapshot_download(model, revision=revision, allow_patterns=[*CARRIED, f"{TEMPLATES}/*", "README.md"])
+    except Exception as error:  # of many classes
+        logger.warning(
+            f"model: the files of {model}'s processor and its licence cannot be fetched, and the output has only those in the "
+            f"hub's cache: {shorten_error(error)}"
+        )
 
 
 def list_tensors(folder: Path) -> set[str]:

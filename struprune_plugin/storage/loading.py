@@ -39,7 +39,12 @@ def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], fold
         model = load_whole(auto, path, **options)
     else:
         stored = find_checkpoint(path, options["revision"])
-        held = sum(file.stat().st_size for file in stored.glob("*.safetensors")) if stored else 0
+        names = (
+            "model*.safetensors",
+            "pytorch_model*.bin",
+        )  # not a second copy, as in Mistral's consolidated.safetensors
+        files = next(filter(None, (list(stored.glob(name)) for name in names)), []) if stored else []
+        held = sum(file.stat().st_size for file in files)
         check_room([("offload_folder", folder, max(0, held + _LEFT_FREE - psutil.virtual_memory().available))])
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -70,6 +70,13 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and any(fnmatch(path.name, name) for name in _OURS)
 
 
+def copy_templates(source: Path, folder: Path) -> None:
+    """Copy a tokenizer's other templates, without the modes by which a source may be read-only: it could not be replaced later."""
+    for file in (source / TEMPLATES).glob("*.jinja"):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / TEMPLATES / file.name)
+
+
 @contextmanager
 def write_folder(folder: Path, overwrite: bool, inputs: Sequence[str | os.PathLike] = ()) -> Iterator[Path]:
     """Yield a folder to write into, which replaces ``folder`` if the block ends without an error, and is removed otherwise.

@@ -20,7 +20,7 @@ from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
 from struprune_plugin.storage.files import check_place, check_room, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, carry_manifest, read_manifest, write_manifest
-from struprune_plugin.storage.output_folder import CARRIED, TEMPLATES, check_output, write_folder
+from struprune_plugin.storage.output_folder import CARRIED, check_output, copy_templates, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record
 from struprune_plugin.vocabulary.order import find_script
 from struprune_plugin.vocabulary.tensor_rows import copy_tensors
@@ -112,8 +112,7 @@ def write_trim(plan: TrimPlan, folder: Path) -> VocabularyRecord:
         is_carried, is_changed = (any(fnmatch(file.name, n) for n in names) for names in ([*CARRIED, "*.py"], changed))
         if file.is_file() and is_carried and not is_changed:
             shutil.copyfile(file, folder / file.name)
-    if (source.folder / TEMPLATES).is_dir():
-        shutil.copytree(source.folder / TEMPLATES, folder / TEMPLATES)
+    copy_templates(source.folder, folder)
     for name, content in source.settings.items():
         if name == "config.json":
             content = change_sizes(content, source.num_rows, lambda size: bisect_left(kept, size))

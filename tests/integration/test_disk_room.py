@@ -7,6 +7,7 @@ import pytest
 from helpers.families import make_model
 from helpers.models import run_oneshot, save_model
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from transformers import AutoConfig
 
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.cli import main as cli
@@ -72,3 +73,14 @@ def test_what_goes_to_one_disk_is_summed(tmp_path, monkeypatch):
     check_room([("a", tmp_path / "not" / "there", 60), ("b", tmp_path, 40)])
     with pytest.raises(ValueError, match="b: the disk must have 101 B free"):
         check_room([("a", tmp_path / "not" / "there", 60), ("b", tmp_path, 41)])
+
+
+def test_a_second_copy_of_the_weights_needs_no_room(llama, tmp_path, monkeypatch):
+    folder, asked = shutil.copytree(llama, tmp_path / "copy"), []
+    size = (folder / "model.safetensors").stat().st_size
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    monkeypatch.setattr(loading, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0)))
+    monkeypatch.setattr(loading, "check_room", lambda wanted: asked.extend(wanted) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loading.load_model(str(folder), AutoConfig.from_pretrained(folder), {}, tmp_path / "offload")
+    assert [needed for *_, needed in asked] == [size + 5 * 10**9]

@@ -77,6 +77,13 @@ def test_gguf_refuses_other_types_and_tokenizers(opt, prune_once, tmp_path, monk
     assert not out.exists()
     with pytest.raises(ValueError, match="byte-level BPE"):
         _name_splitting({"model": {"type": "Unigram"}})
+    plain = {"type": "ByteLevel"}
+    assert _name_splitting({"model": {"type": "BPE"}, "pre_tokenizer": plain}) == "gpt-2"
+    for other in ({"add_prefix_space": True}, {"use_regex": False}):
+        with pytest.raises(ValueError, match="byte-level BPE"):
+            _name_splitting({"model": {"type": "BPE"}, "pre_tokenizer": plain | other})
+    with pytest.raises(ValueError, match="a change of the text before"):
+        _name_splitting({"model": {"type": "BPE"}, "pre_tokenizer": plain, "normalizer": {"type": "Lowercase"}})
 
 
 def test_gguf_without_its_library_says_what_to_install(pruned, tmp_path, monkeypatch, capsys):

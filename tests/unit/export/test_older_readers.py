@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 from helpers.families import make_model
@@ -11,7 +12,9 @@ from transformers import AutoTokenizer, Gemma3TextConfig, GPTNeoXConfig, LlamaCo
 
 from struprune_plugin.cli import main as cli
 from struprune_plugin.export import modeling_struprune as modeling
-from struprune_plugin.export.older_readers import keep_old_keys
+from struprune_plugin.export.older_readers import copy_carried, keep_old_keys
+from struprune_plugin.storage import checkpoint
+from struprune_plugin.storage.output_folder import TEMPLATES
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -117,3 +120,41 @@ def test_the_modelling_file_tells_older_transformers_what_it_needs():
     lines = f"import transformers; transformers.__version__ = '4.57.1'; exec(open({modeling.__file__!r}).read())"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert "ImportError: modeling_struprune.py: transformers must be 5.15 or newer, got 4.57.1. Install" in done.stderr
+
+
+@pytest.mark.parametrize(("model_type", "named"), [("mistral", "LlamaTokenizerFast"), ("opt", None)])
+def test_an_output_s_tokenizer_is_of_the_class_that_the_model_s_own_type_decides(model_type, named, tmp_path):
+    folder = save_model(make_model(model_type), tmp_path / "hub")
+    said = {"tokenizer_class": named} if named else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "model_max_length": 64}))
+    run_oneshot(str(folder), sparsity=0.3, output_dir=tmp_path / "out")
+    before, after = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "out"))
+    assert (type(after), after("Hello you, 12 cats")) == (type(before), before("Hello you, 12 cats"))
+    assert after.special_tokens_map == before.special_tokens_map
+
+
+def test_code_that_a_tokenizer_imports_goes_with_it_and_folders_stay_writable(tmp_path):
+    source, output = tmp_path / "source", tmp_path / "out"
+    (source / TEMPLATES).mkdir(parents=True)
+    output.mkdir()
+    (source / "tokenization_x.py").write_text("from .tools import declare\n")
+    (source / "tools.py").write_text("declare = 1\n")
+    (source / "modeling_x.py").write_text("")
+    (source / TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
+    (source / TEMPLATES).chmod(0o555)
+    copy_carried(source, output)
+    copied = {str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()}
+    assert copied == {"tokenization_x.py", "tools.py", f"{TEMPLATES}/tool_use.jinja"}
+    assert (output / TEMPLATES).stat().st_mode & 0o200
+
+
+def test_files_that_loading_does_not_fetch_are_fetched_from_the_hub(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **options: asked.update(options, name=name))
+    for name in ("owner/model", str(tmp_path), "no/hub/name"):
+        checkpoint.fetch_carried(name, "v2")
+    assert (asked["name"], asked["revision"]) == ("owner/model", "v2")
+    files = ("preprocessor_config.json", "LICENSE", "README.md", f"{TEMPLATES}/tool_use.jinja")
+    assert all(any(fnmatch(file, pattern) for pattern in asked["allow_patterns"]) for file in files)
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda *args, **options: 1 / 0)
+    checkpoint.fetch_carried("owner/model")  # a warning

@@ -13,7 +13,7 @@ from struprune_plugin.model.structure.tiny import build_instance, find_class
 from struprune_plugin.units.expert_routing import find_routing
 
 NUM_EXPERTS = 8
-LAYERS = {"jamba": 8, "deepseek_v3": 4, "glm4_moe": 3, "qwen3_5_moe_text": 4}
+LAYERS = {"jamba": 8, "deepseek_v3": 4, "deepseek_v32": 5, "glm4_moe": 3, "qwen3_5_moe_text": 4}
 OPEN = {"gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}}
 
 

@@ -26,6 +26,7 @@ from struprune_plugin.units.expert_routing import find_routing
 
 TYPES = {  # the plain kind is in tests/families
     "deepseek_v3": "groups of experts, a bias of the choice, a dense layer first",
+    "deepseek_v32": "the same behind attention to tokens that an index chooses",
     "gpt_oss": "a router with a bias, experts with biases",
     "ernie4_5_moe": "a bias of the choice in a module of its own",
     "minimax_m2": "a bias of the choice in the block",

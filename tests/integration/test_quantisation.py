@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from compressed_tensors.quantization import initialize_module_for_quantization, preset_name_to_scheme
+from helpers.families import make_model
 from helpers.models import (
     CHEAP,
     COMPRESSING,
@@ -15,12 +16,15 @@ from helpers.models import (
     make_dataset,
     make_opt,
     run_oneshot,
+    save_model,
     save_opt,
     save_wide_llama,
     save_wide_opt,
 )
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.factory import ModifierFactory
+from llmcompressor.modifiers.transform import awq
+from llmcompressor.modifiers.transform.smoothquant import dynamic_mappings as smoothquant
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -314,6 +318,14 @@ def test_one_recipe_gives_what_two_runs_give(wide, tmp_path):
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     assert configs[0]["per_layer_config"] == configs[1]["per_layer_config"]
+
+
+def test_a_pruned_class_is_smoothed_as_its_stock_class(tmp_path):
+    dense = make_model("phi3")
+    pruned = run_oneshot(str(save_model(dense, tmp_path / "dense")), sparsity=0.2)
+    assert type(pruned).__name__ == "StruPrunePhi3ForCausalLM"
+    for read in (awq.get_layer_mappings_from_model, smoothquant.get_layer_mappings_from_model):
+        assert read(pruned) == read(dense) != read(make_opt()), "not the default"
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,8 @@ TASKS = {  # by what the board's tables call them
     **{"BoolQ": "boolq", "ARC-e": "arc_easy", "ARC-c": "arc_challenge", "WinoGrande": "winogrande", "PIQA": "piqa"},
     **{"HellaSwag": "hellaswag", "OBQA": "openbookqa"},
 }
-TEXTS = {
-    "WikiText-2": ("wikitext2", "wikitext2_test.jsonl"),
-    "C4": ("c4", "c4_validation.jsonl"),
-}  # the hub's; a file's
+# the hub's; a file's
+TEXTS = {"WikiText-2": ("wikitext2", "wikitext2_test.jsonl"), "C4": ("c4", "c4_validation.jsonl")}
 OLDEST = (0, 4, 11)  # lm-eval of the board
 
 
@@ -77,10 +75,7 @@ class Board:
 
 def find_sources(data: Path | None) -> dict[str, str]:
     """Return the file or the hub's name of each text."""
-    files = {name: data / file for name, (_, file) in TEXTS.items()} if data else {}
-    return {
-        name: str(files[name]) if name in files and files[name].is_file() else hub for name, (hub, _) in TEXTS.items()
-    }
+    return {n: str(data / file) if data and (data / file).is_file() else hub for n, (hub, file) in TEXTS.items()}
 
 
 def find_board(sources: Mapping[str, str], limit: int | None = None) -> Board:
@@ -127,17 +122,14 @@ def score_board(
 ) -> dict[str, Any]:
     """Return perplexity by text, accuracy by task, and what stands in or is left out."""
     most = {name: work.max_tokens or (C4_WINDOWS * work.window if name == "C4" else None) for name in board.texts}
-    told: dict[str, Any] = {
-        "perplexity": {
-            name: measure_text(model, tokenizer, tokenize(work.tokenizer, text, most[name]), work)
-            for name, text in board.texts.items()
-        }
-    }
-    accuracy = {}
+    accuracy, perplexity = {}, {}
+    for name, text in board.texts.items():
+        tokens = tokenize(work.tokenizer, text, most[name])
+        perplexity[name] = measure_text(model, tokenizer, tokens, work)
     for name, (task, manager) in board.tasks.items():
         found = run_tasks(model, tokenizer, [task], manager, limit=board.limit)[task]
         accuracy[name] = float(found.get("acc_norm,none", found.get("acc,none", math.nan)))
-    return {**told, "accuracy": accuracy, "notes": board.notes, "missing": board.missing}
+    return {"perplexity": perplexity, "accuracy": accuracy, "notes": board.notes, "missing": board.missing}
 
 
 def format_board(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -172,9 +164,8 @@ def main() -> None:
     work = replace(read_workload(args), texts=find_sources(args.data), max_tokens=args.max_tokens)
     board = find_board(work.texts, args.limit)
     if args.limit or args.max_tokens:
-        board.notes["trial"] = (
-            f"{args.limit or 'all'} items of each task, {args.max_tokens or 'all'} tokens of each text"
-        )
+        limits = f"{args.limit or 'all'} items of each task, {args.max_tokens or 'all'} tokens of each text"
+        board.notes["trial"] = limits
     score, ledger = partial(score_board, board=board), Ledger(args.output / "arena.json")
     hand = {"board": [sorted(board.texts), sorted(board.tasks), board.notes, sorted(board.missing), version("lm-eval")]}
     rows = {"1 | dense": ledger.finish("1 | dense", work.identify_row() | hand, lambda: score_dense(work, score))}

@@ -1,4 +1,4 @@
-"""SHA-256 of the weights that 12 recipes make of five tiny random models, for changes that should change no result.
+"""SHA-256 of the weights that 13 recipes make of five tiny random models, for changes that should change no result.
 
 OMP_NUM_THREADS=1 python -m eval.bytes --write before.json
 OMP_NUM_THREADS=1 python -m eval.bytes --compare before.json    # exit status 1 if a weight differs
@@ -40,9 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _GROUPED | _EXPERTS,
     "gemma3_text": _GROUPED | {"sliding_window": 8, "query_pre_attn_scalar": 8},
 }
-RECIPES: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # name -> shipped recipe, its changes; a budget is a share of the weights' bytes
+# name -> shipped recipe, its changes; a budget is a share of the weights' bytes
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("struprune", {}),
     "fast": ("struprune", {"effort": "fast", "sparsity": 0.3, "offload": True}),
     "heads": ("struprune", {"attention_unit": "head", "reconstruct": "residual", "experts": {"widths": "per_layer"}}),

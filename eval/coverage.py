@@ -415,15 +415,9 @@ def format_markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a page's tables: what is pruned, what is not and why, and what is no decoder."""
     pruned = [row for row in rows if row["verdict"].startswith("pruned")]
     others = [row for row in rows if row not in pruned and not row["verdict"].startswith("no decoder")]
-    parts = [
-        format_lines(
-            ["type", "units per layer (layers)", "parameters", "`output: uniform`"],
-            [
-                [row["type"], row["units (layers)"], row["all"], "refused" if row["stock class"] == "✗" else "loads"]
-                for row in pruned
-            ],
-        )
-    ]
+    loads = {"✗": "refused"}
+    lines = [[r["type"], r["units (layers)"], r["all"], loads.get(r["stock class"], "loads")] for r in pruned]
+    parts = [format_lines(["type", "units per layer (layers)", "parameters", "`output: uniform`"], lines)]
     if others:
         parts.append(format_lines(["type", "why not"], [[row["type"], shorten(row["verdict"])] for row in others]))
     kinds: dict[str, list[str]] = {}

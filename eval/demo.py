@@ -34,17 +34,16 @@ def main() -> int:
         return status
     folders = {"dense": DEMO_MODEL, "pruned": args.output}
     loaded = {name: load_checkpoint(str(folder)) for name, folder in folders.items()}
-    tokens = {
-        name: tokenize_texts(tokenizer, read_texts(DEMO_TEST), None, 256) for name, (_, tokenizer) in loaded.items()
-    }
+    texts = read_texts(DEMO_TEST)
+    tokens = {name: tokenize_texts(tokenizer, texts, None, 256) for name, (_, tokenizer) in loaded.items()}
     batch = {name: tokens[name][: 8 * 256].view(8, 256).to(model.device) for name, (model, _) in loaded.items()}
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 1}
     forward = {name: partial(model, batch[name]) for name, (model, _) in loaded.items()}
     generate = {name: partial(model.generate, batch[name][:, :32], **options) for name, (model, _) in loaded.items()}
     with torch.no_grad():
-        prefill, decode = (
-            {name: min(seconds) for name, seconds in time_turns(runs, TURNS).items()} for runs in (forward, generate)
-        )  # the fastest turns: others may share the machine
+        timed = [time_turns(runs, TURNS) for runs in (forward, generate)]
+        # the fastest turns: others may share the machine
+        prefill, decode = ({name: min(seconds) for name, seconds in turns.items()} for turns in timed)
         peak = {name: measure_peak_bytes(model, forward[name]) for name, (model, _) in loaded.items()}
     manager = check_tasks(TASKS, "eval/tasks", include_defaults=False)
     scores = {name: run_tasks(model, tok, TASKS, manager) for name, (model, tok) in loaded.items()}

@@ -60,9 +60,7 @@ def format_family(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--small", required=True, help="the small model of the family, a folder or a hub name")
-    parser.add_argument(
-        "--zeroshot", action="store_true", help=f"accuracy, too, on local items of {' and '.join(TASKS)}"
-    )
+    parser.add_argument("--zeroshot", action="store_true", help=f"accuracy, too, on items of {' and '.join(TASKS)}")
     args = parse_quietly(parser)
 
     large = replace(read_workload(args), bits=True)

@@ -68,14 +68,10 @@ def main() -> None:
     with count_own_seconds():
         for windows in map(int, args.windows.split(",")):
             own = replace(work, num_samples=windows)
-            found[windows * work.window] = {
-                name: ledger.finish(
-                    f"{windows} | {name}",
-                    own.identify_row(row, args.sparsity),
-                    partial(run_row, row, args.sparsity, own),
-                )
-                for name, row in _METHODS.items()
-            }
+            rows = found[windows * work.window] = dict[str, Any]()
+            for name, row in _METHODS.items():
+                how, make = own.identify_row(row, args.sparsity), partial(run_row, row, args.sparsity, own)
+                rows[name] = ledger.finish(f"{windows} | {name}", how, make)
     text = format_growth(dense, found)
     (args.output / "growth.md").write_text(f"# {Path(args.model).name}\n\n```\n{text}\n```\n", encoding="utf-8")
     title = f"{Path(args.model).name}, removed: {tell_shares(found)}"

@@ -56,19 +56,14 @@ def list_rows(model: str) -> dict[str, tuple[Row, float]]:
     total, held = count_parameters(loaded), count_prunable_parameters(loaded, named=[*mixers])
     groups = list_groups(loaded, [kind for kind in list_kinds() if kind.kind in mixers])
     share = sum(group.num_units * group.unit_cost for group in groups) / held
+    label, without = " and ".join(mixers), WHOLE * total / count_prunable_parameters(loaded)
     rows = {
-        f"{WHOLE:.0%}, without {' and '.join(mixers)}": (
-            Row({"units": [*others]}),
-            WHOLE * total / count_prunable_parameters(loaded),
-        ),
-        f"{WHOLE:.0%}, with {' and '.join(mixers)}": (Row({"units": [*others, *mixers]}), WHOLE * total / held),
+        f"{WHOLE:.0%}, without {label}": (Row({"units": [*others]}), without),
+        f"{WHOLE:.0%}, with {label}": (Row({"units": [*others, *mixers]}), WHOLE * total / held),
     }
     for part in PARTS:
         for name, fields in _WAYS.items():
-            rows[f"{part:.0%} of {' and '.join(mixers)}, {name}"] = (
-                Row({"units": [*mixers], **_PLAIN, **fields}),
-                part * share,
-            )
+            rows[f"{part:.0%} of {label}, {name}"] = Row({"units": [*mixers], **_PLAIN, **fields}), part * share
     return rows
 
 
@@ -88,13 +83,12 @@ def main() -> None:
         if args.only in name:
             how = work.identify_row(row, sparsity)
             done[name] = ledger.finish(name, how, lambda r=row, s=sparsity: run_row(r, s, work, _score))  # type: ignore[misc]
-    lines = [
-        [
-            *(name, *(f"{value:.1f}" for value in row["perplexity"].values())),
-            *(f"{row['removed_of_model']:.1%}", f"{row['state']:,}", f"{row['seconds']:.0f}"),
-        ]
-        for name, row in done.items()
-    ]
+    lines = []
+    for name, scored in done.items():
+        cells = [f"{value:.1f}" for value in scored["perplexity"].values()]
+        lines.append(
+            [name, *cells, f"{scored['removed_of_model']:.1%}", f"{scored['state']:,}", f"{scored['seconds']:.0f}"]
+        )
     print(Table([Path(work.model).name, *work.texts, "of the model", "bytes of state", "seconds"], lines))
 
 

@@ -38,16 +38,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=TINY, help="LLaMA folders, separated by commas")
     parser.add_argument("--sparsity", default="0.3", help="sparsities, separated by commas")
-    parser.add_argument(
-        "--types", default="F32,Q8_0,Q4_K_M", help="types of llama.cpp's quantiser, separated by commas"
-    )
+    parser.add_argument("--types", default="F32,Q8_0,Q4_K_M", help="llama.cpp's, separated by commas")
     parser.add_argument("--python", type=Path, default=Path(".venv-llama/bin/python"))
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--length", type=int, default=256, help="tokens of the timed prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no further row after this number of seconds"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further row after so many")
     parser.add_argument("--output", type=Path, default=Path("results/llamacpp"))
     args = parser.parse_args()
     read_names(parser, "--types", args.types, TYPES)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy
 import torch
 from compressed_tensors.utils import patch_attr
 
@@ -58,6 +59,4 @@ def fit_exponent(sizes: Sequence[float], peaks: Sequence[float]) -> float | None
     """Return e of ``peak ~ N^e`` by least squares on logarithms; None below two sizes."""
     if len(sizes) < 2:
         return None
-    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, peaks))
-    centred = x - x.mean()
-    return float((centred * y).sum() / centred.square().sum())
+    return float(numpy.polyfit(numpy.log(sizes), numpy.log(peaks), 1)[0])

@@ -26,14 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from eval.account import count_memory
 from eval.ledger import Ledger, describe_code, read_names
 from eval.measure import fit_exponent
-from eval.paper_sizes import (
-    MEMORY_MODELS,
-    OPT_SIZES,
-    PAPER_MEMORY,
-    count_sizes,
-    make_opt_config,
-    prune_random,
-)
+from eval.paper_sizes import MEMORY_MODELS, OPT_SIZES, PAPER_MEMORY, count_sizes, make_opt_config, prune_random
 from struprune_plugin import StruPruneModifier
 from struprune_plugin.model.layers import find_decoder_layers
 from struprune_plugin.reporting.tables import Table
@@ -120,12 +113,9 @@ def group_by_mode(rows: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float
 
 def draw_figure(rows: dict[str, dict[str, Any]], file: Path) -> None:
     """Draw measured peaks, the paper's figures, and the bytes of a layer and of a model, against N; both logarithmic."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
+    axis = (figure := Figure(figsize=(6, 4.5), layout="constrained")).add_subplot()
     for mode, points in group_by_mode(rows).items():
         axis.plot(*zip(*sorted(points), strict=True), marker="o", label=f"measured: {mode}")
     sizes = sorted((count_sizes(name, make_opt_config(name)) for name in OPT_SIZES), key=lambda size: size.total)
@@ -139,7 +129,6 @@ def draw_figure(rows: dict[str, dict[str, Any]], file: Path) -> None:
     axis.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="bytes on the device")
     axis.legend(fontsize="small")
     figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def write_report(rows: dict[str, dict[str, Any]], left_out: list[str], length: int, folder: Path) -> str:

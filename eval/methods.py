@@ -83,11 +83,7 @@ PARTS: dict[str, Row] = {  # the default without one of its parts
 _FFN = {"importance": "wanda", "attention_unit": "none"}
 _ONLY = {"attention_unit": "none", "prune_ffn": False}
 SETS: dict[str, dict[str, Row]] = {
-    "peers": {
-        **PEERS,
-        "StruPrune after COMPACT's rows": Row(peer="eval.rows_first:prune_rows_first"),
-        OURS: DEFAULT,
-    },
+    "peers": {**PEERS, "StruPrune after COMPACT's rows": Row(peer="eval.rows_first:prune_rows_first"), OURS: DEFAULT},
     "parts": PARTS,
     "efforts": {
         **{"FASP": FASP, "uniform allocation": Row({"allocation": "uniform"}), "effort: fast": Row({"effort": "fast"})},

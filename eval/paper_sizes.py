@@ -110,12 +110,9 @@ def count_all() -> list[ModelSize]:
 
 def draw_figure(sizes: list[ModelSize], file: Path) -> None:
     """Draw depth and width against the parameters of a model, both axes logarithmic, a line a family."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    axes = (figure := Figure(figsize=(9, 3.6), layout="constrained")).subplots(1, 2)
     for family, marker in (("OPT", "o"), ("LLaMA-2", "s")):
         members = sorted((size for size in sizes if size.name.startswith(family)), key=lambda size: size.total)
         totals = [size.total for size in members]
@@ -129,7 +126,6 @@ def draw_figure(sizes: list[ModelSize], file: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="parameters N", ylabel=what)
         axis.legend()
     figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def estimate_growth(sizes: list[ModelSize]) -> dict[str, float | None]:

@@ -110,19 +110,11 @@ def make_perplexity_table(name: str, title: str, rows: Mapping[str, Row], args: 
         return lambda row: f"{row['perplexity'][text]:.2f}"
 
     model, dense = Path(work.model).name, finished["dense"]["perplexity"]
-    lines = [
-        [
-            method,
-            tell_paper(method, 0),
-            tell_paper(method, 1),
-            *(tell(method, show_text(text)) for text in work.texts),
-            tell(method, lambda row: f"{row['removed']:.1%}"),
-            tell(method, lambda row: f"{row['seconds']:.0f}"),
-        ]
-        for method in rows
-    ]
     blank = join(["–" for _ in sparsities])
-    lines.insert(0, ["dense", blank, blank, *(f"{dense[text]:.2f}" for text in work.texts), "", ""])
+    lines = [["dense", blank, blank, *(f"{dense[text]:.2f}" for text in work.texts), "", ""]]
+    for method in rows:
+        shows = [*map(show_text, work.texts), lambda row: f"{row['removed']:.1%}", lambda row: f"{row['seconds']:.0f}"]
+        lines.append([method, *(tell_paper(method, text) for text in (0, 1)), *(tell(method, show) for show in shows)])
     at = join([f"{sparsity:g}" for sparsity in sparsities])
     header = ["method", "paper: WikiText-2", "paper: C4", *(f"{model}: {text}" for text in work.texts)]
     header += ["removed", "seconds"]
@@ -212,10 +204,8 @@ def make_figure_table(args: argparse.Namespace) -> Table:
     """Draw depth and width against the parameters of a model, and write the numbers."""
     sizes = count_all()
     draw_figure(sizes, args.output / "figure.png")
-    growth = {
-        family: estimate_growth([size for size in sizes if size.name.startswith(family)])
-        for family in ("OPT", "LLaMA-2")
-    }
+    families = {family: [size for size in sizes if size.name.startswith(family)] for family in ("OPT", "LLaMA-2")}
+    growth = {family: estimate_growth(members) for family, members in families.items()}
     rows = [[s.name, f"{s.total:,}", str(s.num_layers), f"{s.layer:,}", f"{s.total**0.5:,.0f}"] for s in sizes]
     notes = ["figure.png: depth and width against N, logarithmic; dotted, a square root."]
     notes += [
@@ -241,9 +231,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--table", choices=TABLES, help="tables to make [default: all]")
     parser.add_argument("--sparsity", default=",".join(map(str, SPARSITIES)))
-    parser.add_argument(
-        "--memory-models", default=",".join(MEMORY_MODELS), help="models for the memory table, separated by commas"
-    )
+    parser.add_argument("--memory-models", default=",".join(MEMORY_MODELS), help="of the memory table, with commas")
     args = parse_quietly(parser)
     args.output.mkdir(parents=True, exist_ok=True)
     for name in [args.table] if args.table else TABLES:

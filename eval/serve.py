@@ -33,13 +33,8 @@ from struprune_plugin.export.outputs import convert_folder
 from struprune_plugin.reporting.tables import Table
 
 FORMS = ("dense", "dense-backend", "value_channels", "head", "none", "uniform", "uniform-padded", "dense-w8a8", "w8a8")
-_SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-_SIZES |= {"intermediate_size": 512, "max_position_embeddings": 512, "initializer_range": 0.1}
+_SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+_SIZES |= {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512, "initializer_range": 0.1}
 _SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 128}
 _TYPES: dict[str, dict[str, Any]] = {  # heads of a size that the engine's kernels have
@@ -52,18 +47,14 @@ TOLERANCE = 1e-3  # of log-probabilities, in float32
 FACTOR = 3.0  # of the dense model's difference, quantised: how far a pruned one may be off where kernels round
 CALIBRATION = (32, 128)  # windows, tokens
 PROMPTS = [[5, 17, 99, 300, 1200], [40, 41, 42], list(range(100, 140))]
-SMALL = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # GiB of cache; threads as OMP_NUM_THREADS
+# GiB of cache; threads as OMP_NUM_THREADS
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 WORKER = Path(__file__).parent / "vllm_worker.py"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", default=f"{DEMO_MODEL},tiny-llama", help="folders and tiny-TYPE, separated by commas"
-    )
+    parser.add_argument("--models", default=f"{DEMO_MODEL},tiny-llama", help="folders and tiny-TYPE, with commas")
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--forms", default=",".join(FORMS), help="separated by commas; dense comes first")
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
@@ -120,10 +111,8 @@ def make_form(model: str, form: str, sparsity: float, kept: Path, multiple: int 
         return partial.rename(folder)
     dense = make_form(model, "dense", sparsity, kept)
     data = make_calibration_dataset(DEMO_CALIBRATION, AutoTokenizer.from_pretrained(dense), *CALIBRATION)
-    options: dict[str, Any] = {"num_calibration_samples": len(data), "precision": "float32"}
-    oneshot(
-        model=str(dense), dataset=data, recipe=make_recipe(form, sparsity, multiple), output_dir=str(folder), **options
-    )
+    options: dict[str, Any] = {"num_calibration_samples": len(data), "precision": "float32", "dataset": data}
+    oneshot(str(dense), make_recipe(form, sparsity, multiple), folder, **options)
     return folder
 
 
@@ -143,12 +132,8 @@ def make_tiny(model_type: str, folder: Path) -> Path:
 
 def make_recipe(form: str, sparsity: float, multiple: int) -> str:
     """Return a recipe that prunes to a form, the default but for its slowest parts, and quantises where the form says so."""
-    fields: dict[str, Any] = {
-        "sparsity": sparsity,
-        "sensitivity": "none",
-        "dampening_frac": 0.1,
-        "width_multiple": multiple,
-    }
+    fields: dict[str, Any] = {"sparsity": sparsity, "sensitivity": "none", "dampening_frac": 0.1}
+    fields["width_multiple"] = multiple
     uniform = {"output": "uniform", "allocation": "uniform", "attention_unit": "none"}
     fields |= uniform if form in ("uniform", "w8a8") else {"attention_unit": form}
     stages: dict[str, Any] = {}

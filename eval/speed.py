@@ -62,9 +62,8 @@ def main() -> None:
     with count_own_seconds():
         rows = [row for batch in args.batch.split(",") for row in measure_models(models, args, int(batch))]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-    heading = (
-        f"{args.dense}, {args.length} tokens of prompt, {args.new_tokens} new ones, {models[args.dense].dtype}, {name}"
-    )
+    size = f"{args.length} tokens of prompt, {args.new_tokens} new ones"
+    heading = f"{args.dense}, {size}, {models[args.dense].dtype}, {name}"
     table = format_rows(rows)
     print(heading, table, sep="\n")
     if args.output:
@@ -76,15 +75,9 @@ def main() -> None:
 def prune_fast(args: argparse.Namespace, sparsity: float, multiple: int) -> PreTrainedModel:
     """Return a model of the sizes that uniform allocation gives, of whatever quality."""
     tokenizer = AutoTokenizer.from_pretrained(args.dense)
-    recipe = StruPruneModifier(
-        sparsity=sparsity,
-        width_multiple=multiple,
-        attention_unit=args.attention_unit,
-        allocation="uniform",
-        sensitivity="none",
-        importance="magnitude",
-        weight_update="none",
-    )
+    fast: dict[str, Any] = {"allocation": "uniform", "sensitivity": "none", "importance": "magnitude"}
+    sizes = {"sparsity": sparsity, "width_multiple": multiple, "attention_unit": args.attention_unit}
+    recipe = StruPruneModifier(**sizes, **fast, weight_update="none")
     with tempfile.TemporaryDirectory() as folder:
         data = make_calibration_dataset(DEMO_CALIBRATION, tokenizer, 1, args.length)
         oneshot(model=args.dense, dataset=data, recipe=recipe, output_dir=f"{folder}/out", num_calibration_samples=1)
@@ -103,10 +96,8 @@ def measure_models(models: dict[str, Any], args: argparse.Namespace, batch: int)
     prompt = {path: partial(run_linears, m, batch, args.length) for path, m in models.items()}
     token = {path: partial(run_linears, m, batch, 1) for path, m in models.items()}
     tokens = time_tokens(models, ids[:, :32], options, args.repeats)
-    seconds = {
-        "prefill": (prefill, time_turns(prompt, args.repeats)),
-        "decode": (tokens, time_turns(token, args.repeats * 4)),
-    }
+    of_prompt, of_token = time_turns(prompt, args.repeats), time_turns(token, args.repeats * 4)
+    seconds = {"prefill": (prefill, of_prompt), "decode": (tokens, of_token)}
     rows = []
     for path, model in models.items():
         row = {"model": path, "batch": batch, "parameters": model.num_parameters() / dense.num_parameters()}

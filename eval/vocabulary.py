@@ -68,9 +68,7 @@ def take_rows(model: PreTrainedModel, plan: TrimPlan, whole: list[Any]) -> PreTr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of what is ranked by and what is scored."""
     parser.add_argument("--model", required=True)
-    parser.add_argument(
-        "--text", action="append", required=True, help="text that tokens are ranked by; may be repeated"
-    )
+    parser.add_argument("--text", action="append", required=True, help="what tokens are ranked by; may be repeated")
     parser.add_argument("--language")
     parser.add_argument("--score", action="append", required=True, metavar="NAME=FILE")
     parser.add_argument("--bytes", type=int, default=12_000, help="scored of every text")
@@ -110,9 +108,8 @@ def main() -> None:
     print(f"ranked in {time.perf_counter() - start:.0f} s; at least {plan.least} rows", flush=True)
     model, tokenizer = load_checkpoint(parsed.model, parsed.dtype)
     texts = {"held-out": plan.held_out[:: math.ceil(measure_bytes(plan.held_out) / parsed.bytes)], **texts}
-    scores = {
-        source.num_rows: {name: measure_bits(model, tokenizer, text, parsed.window) for name, text in texts.items()}
-    }
+    whole_bits = {name: measure_bits(model, tokenizer, text, parsed.window) for name, text in texts.items()}
+    scores = {source.num_rows: whole_bits}
     print(scores, flush=True)
     sizes = [float(size) for size in parsed.sizes.split(",")]
     rounded = [round((size * source.num_rows if size < 1 else size) / 64) * 64 for size in sizes]

@@ -39,9 +39,8 @@ def show(scores: Mapping[str, tuple[Bits, float]]) -> Table:
     table = []
     for way, (bits, seconds) in scores.items():
         shares = " / ".join(f"{(bits[name] - dense[name]) / (channels[name] - dense[name]):.2f}" for name in dense)
-        table.append(
-            [way, *(f"{value:.4f}" for value in bits.values()), shares if way != "dense" else "", f"{seconds:.0f}"]
-        )
+        cells = [f"{value:.4f}" for value in bits.values()]
+        table.append([way, *cells, shares if way != "dense" else "", f"{seconds:.0f}"])
     return Table(["", *dense, "of channels' increase", "seconds"], table)
 
 
@@ -51,9 +50,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.3, help="of all parameters of the model, as stored")
     parser.add_argument("--rows", required=True, help="of the vocabulary that stay, or several: 65536,49152")
     parser.add_argument("--num-samples", type=int, default=64)
-    parser.add_argument(
-        "--set", action="append", help="a field of the default recipe, e.g. effort=fast; may be repeated"
-    )
+    parser.add_argument("--set", action="append", help="a field of the recipe, e.g. effort=fast; may be repeated")
     parsed = parser.parse_args()
     texts, source = read_scored(parsed), check_source(parsed.model)
     scores: dict[str, tuple[Bits, float]] = {}

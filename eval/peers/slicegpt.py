@@ -162,9 +162,7 @@ def prune_slicegpt(folder: str, windows: Tensor, slice_fraction: float, round_to
     _rotate_inputs(cast(nn.Linear, model.lm_head), basis)
     seconds = time.perf_counter() - start
     left = sum(p.numel() for _, layer in find_decoder_layers(model) for p in layer.parameters())
-    note = (
-        f"{width} of {model.config.hidden_size} embedding channels; shortcuts counted; head and embeddings not counted"
-    )
+    note = f"{width} of {model.config.hidden_size} embedding channels; shortcuts counted; head and embeddings not"
     return PeerResult(model.eval(), 1 - left / dense, seconds, note)
 
 
@@ -184,9 +182,8 @@ def count_kept_channels(model: nn.Module, slice_fraction: float, round_to: int) 
             "slicegpt: model must be an OPT with norms before its modules and before the head, and unprojected embeddings, "
             "got another OPT. Choose another model."
         )
-    width = int(
-        round((1 - slice_fraction) * size, 6)
-    )  # the product of two floats may fall just short of a whole number
+    # the product of two floats may fall just short of a whole number
+    width = int(round((1 - slice_fraction) * size, 6))
     width -= width % round_to
     if not (0 <= slice_fraction < 1 and width >= 1):
         raise ValueError(

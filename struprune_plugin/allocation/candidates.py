@@ -126,11 +126,10 @@ class Trial:
         step.observe(statistics, cut, batches)
         for stack in list_stacks(step.layer, cut, statistics, {group.name: self._list_counts(group) for group in cut}):
             for part, moments in _read_moments(stack, known):
-                weights = compute_on_rank0(
-                    partial(self._solve, part, moments), list[Weights], self.context.solve_device
-                )
+                solve = partial(self._solve, part, moments)
+                weights = compute_on_rank0(solve, list[Weights], self.context.solve_device)
                 solved += zip(part.groups, weights, strict=True)
-                del moments  # before the next are assembled
+                del moments, solve  # before the next are assembled
         statistics.finish_layer()
         return solved
 

@@ -69,11 +69,10 @@ class CurveMeasurer:
                     if keeps_moments:
                         offloaded = replace(moments, all=move_moments(moments.all, offload))
                         stored |= {name: (offloaded, index) for index, name in enumerate(stack.names)}
-                    described = compute_on_rank0(
-                        partial(self._describe, stack, moments), list[GroupStatistics], torch.device("cpu")
-                    )
+                    describe = partial(self._describe, stack, moments)
+                    described = compute_on_rank0(describe, list[GroupStatistics], torch.device("cpu"))
                     measured.update(zip(stack.names, described, strict=True))
-                    del moments  # before the next are assembled
+                    del moments, describe  # before the next are assembled
                 statistics.finish_layer()
         return DenseMeasurements(measured, stored if keeps_moments else None)
 

@@ -30,9 +30,8 @@ class Screen:
         asked = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL")
         level = "ERROR" if self.quiet else (asked or "WARNING").upper()
         hidden: Any = {"llmcompressor.utils.dev": False}  # says: no accelerator
-        hidden |= (
-            {} if asked else {"llmcompressor.utils.metric_logging": False}
-        )  # seconds and errors of modules without names
+        if not asked:
+            hidden["llmcompressor.utils.metric_logging"] = False  # seconds and errors of modules without names
         logger.add(self._err, level=level, format="{level}: {message}", filter=hidden)
         for name in ("torch.fx._symbolic_trace", "lm_eval"):
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -225,11 +225,8 @@ def make_calibration_dataset(
     texts = stream_texts(source, text_column, tokenizer=tokenizer)
     tokens = tokenize_texts(tokenizer, texts, num_samples * seq_length, seq_length if window_bos else None)
     if len(tokens) < num_samples * seq_length:
-        fewer = (
-            f"Lower the number of samples to at most {most}, shorten"
-            if (most := len(tokens) // seq_length)
-            else "Shorten"
-        )
+        most = len(tokens) // seq_length
+        fewer = f"Lower the number of samples to at most {most}, shorten" if most else "Shorten"
         raise ValueError(
             f"dataset: {os.fspath(source)!r} must hold {num_samples} windows of {seq_length} tokens, got {len(tokens)} tokens. "
             f"{fewer} them, or give more text."

@@ -148,15 +148,11 @@ def check_later(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:
     """
     is_mixture = find_structure(model).has_mixtures
     check_mappings([] if is_mixture else modifiers, model)  # llm-compressor linearizes experts first
-    is_mixture |= any(
-        "down_proj" in module._parameters for module in model.modules()
-    )  # of packed experts that stay whole
+    is_mixture |= any("down_proj" in module._parameters for module in model.modules())  # packed experts that stay whole
     for modifier in modifiers:
         if isinstance(modifier, QuIPModifier) or (isinstance(modifier, QuantizationMixin) and is_mixture):
             what = "a quantised mixture" if is_mixture else "the transforms of QuIP"
-            logger.warning(
-                f"transformers may load {what} wrongly (docs/recipes.md says which). Compare the output's logits."
-            )
+            logger.warning(f"transformers may load {what} wrongly (docs/recipes.md says which). Compare the logits.")
 
 
 def check_mappings(modifiers: Sequence[Modifier], model: PreTrainedModel) -> None:

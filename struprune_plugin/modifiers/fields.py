@@ -53,16 +53,6 @@ class BudgetConfig(Config):
     parameters: float | None = Field(default=None, gt=0)
     bytes: ByteSize | None = Field(default=None, ge=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_time(cls, value: Any) -> Any:
-        if isinstance(value, dict) and {"speedup", "costs"} & value.keys():
-            raise ValueError(
-                "speedup: budgets of time are gone, as one of parameters gave better quality at equal speed. Set sparsity, and "
-                "time the output."
-            )
-        return value
-
     @model_validator(mode="after")
     def _check_parts(self) -> BudgetConfig:
         names = [name for name, value in self if value is not None]

@@ -67,11 +67,9 @@ class GroupProblem:
 
     def select(self, linear: int) -> GroupProblem:
         """Return the problem of one linear, as views without the first dimension."""
-        pick = itemgetter(linear)
         module, gathered = self.module.take([linear]), self.gathered.select(linear)
-        return replace(
-            self, module=module, gathered=gathered, weight=pick(self.weight), damped=move_moments(self.damped, pick)
-        )
+        damped = move_moments(self.damped, itemgetter(linear))
+        return replace(self, module=module, gathered=gathered, weight=self.weight[linear], damped=damped)
 
     @property
     def group(self) -> UnitGroup:

@@ -59,7 +59,7 @@ class Pruner:
         :param groups: groups of all layers, in the order in which the model computes them
         :param store: store of the finished layers; those of an earlier process are restored from it
         """
-        statistics = self.config.make_statistics(batches, groups, self.context)
+        statistics, num_keep = self.config.make_statistics(batches, groups, self.context), self.allocation.num_keep
         records, changed, resumes = list[GroupRecord](), False, store is not None
         for step in stream_layers(model, batches, self.context, "pruning", propagates=True):
             of_layer, part = select_groups(groups, step.name), f"layer-{step.index:05d}"
@@ -71,10 +71,8 @@ class Pruner:
             if finished is None:
                 statistics.keep_groups(left)
                 changed, done = changed or len(left) < len(of_layer), list[GroupRecord]()
-                for stack in list_stacks(step.layer, left, statistics, self.allocation.num_keep):
-                    changed = changed or any(
-                        self.allocation.num_keep[group.name] < group.num_units for group in stack.groups
-                    )
+                for stack in list_stacks(step.layer, left, statistics, num_keep):
+                    changed = changed or any(num_keep[group.name] < group.num_units for group in stack.groups)
                     done += self.prune_stack(stack, changed, step.progress)
                 finished = FinishedLayer(done, changed)
                 if store is not None:

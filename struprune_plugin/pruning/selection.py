@@ -36,10 +36,7 @@ def list_together(groups: Sequence[UnitGroup], kept: Mapping[str, object] | None
 
 
 def list_stacks(
-    layer: nn.Module,
-    groups: Sequence[UnitGroup],
-    statistics: LayerStatistics,
-    kept: Mapping[str, object] | None = None,
+    layer: nn.Module, groups: Sequence[UnitGroup], statistics: LayerStatistics, kept: Mapping[str, object] | None = None
 ) -> list[Stack]:
     """Return the groups of a layer in stacks, see :func:`list_together`."""
     return [Stack(layer, run, statistics) for run in list_together(groups, kept)]

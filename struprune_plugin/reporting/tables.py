@@ -46,7 +46,14 @@ def format_facts(facts: Sequence[tuple[str, str]]) -> str:
 
 def measure_weight_bytes(folder: str | Path) -> int:
     """Return the bytes of a folder's weight files, of those of several formats the one that is loaded; 0 if there are none."""
-    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
+    for pattern in (
+        "model.safetensors",
+        "model*.safetensors",
+        "*.safetensors",
+        "pytorch_model*.bin",
+        "*.bin",
+        "*.gguf",
+    ):
         files = list(Path(folder).glob(pattern))
         if files:
             return sum(file.stat().st_size for file in files)

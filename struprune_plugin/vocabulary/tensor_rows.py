@@ -65,10 +65,8 @@ def find_row_tensors(config: PretrainedConfig, custom: Any = None) -> dict[str, 
         with torch.no_grad():
             smaller = run.forward(other, torch.tensor([new_ids[number] for number in plain])[drawn])
             logits = run()
-        difference = run.describe_difference(
-            smaller[..., : len(kept)], logits[..., [k for k in kept if k < logits.shape[-1]]]
-        )
-        if difference:
+        stay = [number for number in kept if number < logits.shape[-1]]
+        if difference := run.describe_difference(smaller[..., : len(kept)], logits[..., stay]):
             raise ValueError(f"logits of kept tokens differ by {difference}")
         return changed
 
@@ -88,9 +86,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     :raises ValueError: there are no such files, or one is broken
     """
     index, is_one = folder / INDEX, (folder / SINGLE).is_file()  # which transformers reads before an index
-    files = (
-        sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() and not is_one else [SINGLE]
-    )
+    is_split = index.is_file() and not is_one
+    files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if is_split else [SINGLE]
     tensors = dict[str, Stored]()
     for file in files:
         try:

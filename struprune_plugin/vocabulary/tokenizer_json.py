@@ -52,12 +52,12 @@ class TokenizerJson:
     @cached_property
     def tokens(self) -> dict[int, str]:
         """Texts of all tokens by id, as the file holds them; those added have the ids that the library gives them."""
-        model = self.content["model"]
-        pieces = (
-            model["vocab"].items() if model["type"] == "BPE" else ((p, n) for n, (p, _) in enumerate(model["vocab"]))
+        vocabulary = self.content["model"]["vocab"]
+        is_map = isinstance(vocabulary, dict)  # of BPE; a Unigram has pairs of a piece and its score
+        tokens = (
+            {n: text for text, n in vocabulary.items()} if is_map else {n: p for n, (p, _) in enumerate(vocabulary)}
         )
-        added = {content: self.backend.token_to_id(content) for content in self.added}
-        return {number: text for text, number in pieces} | {number: text for text, number in added.items()}
+        return tokens | {self.backend.token_to_id(content): content for content in self.added}
 
     @cached_property
     def added(self) -> list[str]:
@@ -105,9 +105,7 @@ class TokenizerJson:
         pieces = [piece for piece, _ in model["vocab"]]
         twice = {piece for piece, number in Counter(pieces).items() if number > 1}
         fixed |= {number for number, piece in enumerate(pieces) if piece in twice}
-        fixed |= {
-            min(range(len(pieces)), key=lambda number: model["vocab"][number][1])
-        }  # the unknown's penalty is below it
+        fixed.add(min(range(len(pieces)), key=lambda n: model["vocab"][n][1]))  # the unknown's penalty is below it
         if not self.falls_back:  # a piece with a character that no piece is alone
             fixed |= {self.ids[piece] for piece in pieces if any(char not in self.ids for char in piece)}
         return fixed if model.get("unk_id") is None else fixed | {model["unk_id"]}
@@ -156,11 +154,8 @@ class TokenizerJson:
         model = content["model"]
         if model["type"] == "BPE":
             model["vocab"] = {text: new_ids[number] for text, number in self.ids.items() if number in new_ids}
-            stays = model["vocab"]
             pairs = zip(model["merges"], self._list_merges(), strict=True)
-            model["merges"] = [
-                pair for pair, (left, right) in pairs if left in stays and right in stays and left + right in stays
-            ]
+            model["merges"] = [pair for pair, (a, b) in pairs if {a, b, a + b} <= model["vocab"].keys()]
         else:
             model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in new_ids]
             model["unk_id"] = None if model.get("unk_id") is None else new_ids[model["unk_id"]]

@@ -227,9 +227,8 @@ def plan_trim(source: Source, ranking: Ranking) -> TrimPlan:
     held = tokenizer.count(held_out)
     if not counts or not held:
         raise ValueError(f"text: {os.fspath(ranking.text)!r} must hold tokens of the model, got none. Give more text.")
-    if ranking.vocabulary == "auto" and held.total() < (
-        least := math.ceil(2 / ranking.limit)
-    ):  # one more is within the limit
+    least = math.ceil(2 / ranking.limit)  # of held-out tokens, so that one more is within the limit
+    if ranking.vocabulary == "auto" and held.total() < least:
         raise ValueError(
             f"text: the held-out tenth must have at least {least} tokens for `vocabulary: auto`, got {held.total()}. Give more "
             "text, or a size."

@@ -67,7 +67,6 @@ def test_a_budget_is_read_back():
     [
         ({"budget": {}}, "must give parameters or bytes, got none"),
         ({"budget": {"bytes": 9, "parameters": 0.2}}, "must give .*, got parameters, bytes"),
-        ({"budget": {"speedup": 1.2, "costs": "costs.json"}}, "budgets of time are gone, .* Set sparsity"),
         ({"budget": {"bytes": "400XB"}}, "could not interpret byte unit: XB"),
         ({"budget": {"cache": 0.5}}, "cache\n.*not permitted"),
         ({"budget": [{"bytes": 9}, {"parameters": 0.2}]}, "budget\n.*should be a valid dictionary"),

@@ -18,7 +18,5 @@ class OBS(Importance):
 
     def rank(self, problem: GroupProblem, num_remove: int) -> RankedUnits:
         """Return the order of elimination and every unit's score; kept units have the score infinity."""
-        group = problem.group
-        return eliminate_units(
-            problem.weighed, group.columns_per_unit, problem.module.names, group.num_blocks, num_remove
-        )
+        group, names = problem.group, problem.module.names
+        return eliminate_units(problem.weighed, group.columns_per_unit, names, group.num_blocks, num_remove)

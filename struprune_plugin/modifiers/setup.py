@@ -30,6 +30,8 @@ from struprune_plugin.pruning.config import UnitAllocation
 from struprune_plugin.runtime.device_context import DeviceContext
 from struprune_plugin.storage import manifest
 
+_READ = "input_ids", "attention_mask"
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -142,6 +144,8 @@ def prepare_run(pruning: PruningFields, model: PreTrainedModel, loader: Any, sta
     solves = setup.recipe.importance.eliminates or setup.recipe.weight_update.solves
     needed = widest.num_columns + 1 if solves else 1  # tokens: one per input, and one for the bias
     calibration = checks.check_calibration(model, batches, widest.name, needed)
+    # what else batches hold, say texts or labels, no pass reads
+    batches = [{name: batch[name] for name in _READ if batch.get(name) is not None} for batch in batches]
     batches = [move_padding(batch) for batch in batches]
     return RunSetup(**vars(setup), batches=batches, calibration=calibration, num_parameters=count_parameters(model))
 

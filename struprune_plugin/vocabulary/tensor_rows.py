@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from struprune_plugin.model.structure.shrinking import find_vocabulary, shrink_config
 from struprune_plugin.model.structure.tiny import TinyRun, build_instance, draw_tokens, find_class, prove_once
-from struprune_plugin.vocabulary.token_ids import list_named, resize_config
+from struprune_plugin.vocabulary.token_ids import list_named, read_json, resize_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -86,8 +86,12 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     :raises ValueError: there are no such files, or one is broken
     """
     index, is_one = folder / INDEX, (folder / SINGLE).is_file()  # which transformers reads before an index
-    is_split = index.is_file() and not is_one
-    files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if is_split else [SINGLE]
+    files = [SINGLE]
+    if index.is_file() and not is_one:
+        content = read_json(index)
+        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+            raise ValueError(f"{index}: must have a weight_map, the file of every tensor, got none. Copy it again.")
+        files = sorted({*content["weight_map"].values()})
     tensors = dict[str, Stored]()
     for file in files:
         try:

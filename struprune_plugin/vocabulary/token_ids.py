@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from struprune_plugin.model.structure.shrinking import SPECIAL_TOKEN, find_vocabulary
+from struprune_plugin.storage.files import shorten_error
 
 _NAMES = re.compile(rf"{SPECIAL_TOKEN.pattern}|^(bad_words|force_words)_ids$|^sequence_bias$")
 _DROPPED = re.compile(r"^(begin_)?suppress_tokens$")  # lists whose tokens may go
@@ -21,10 +22,21 @@ _SIZES = ("vocab_size", "padded_vocab_size", "unpadded_vocab_size", "vocab_size_
 
 def read_settings(folder: Path, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """Return the contents of a folder's configuration files by name; ids and sizes that the class fills in are in config.json."""
-    files = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*config*.json"))}
+    files = {file.name: read_json(file) for file in sorted(folder.glob("*config*.json"))}
     settings = {name: content for name, content in files.items() if isinstance(content, dict)}
     _fill(settings["config.json"], config)
     return settings
+
+
+def read_json(file: Path) -> Any:
+    """Return the content of a JSON file of a model's folder.
+
+    :raises ValueError: it is broken
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: must be valid JSON, got: {shorten_error(error)}. Copy it again.") from None
 
 
 def _fill(content: dict[str, Any], config: Any) -> None:

@@ -423,6 +423,11 @@ def test_rows_that_come_longest_first_are_mixed_before_the_last_ones_are_held_ou
     assert 8 < sum(lengths[-8:]) / 8 < 25
 
 
+def test_what_else_a_loader_s_batches_hold_is_passed_over(llama):
+    batches = [{"input_ids": torch.tensor(make_dataset()["input_ids"]), "attention_mask": None, "source": 3}]
+    run(llama, dataset=DataLoader(batches, batch_size=None))
+
+
 def test_a_loader_s_batches_are_used_as_they_are_and_that_is_told():
     loader = DataLoader(make_dataset().with_format("torch"), batch_size=4)
     with record_log() as said:

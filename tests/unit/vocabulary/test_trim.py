@@ -315,6 +315,11 @@ def cut(folder):
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def break_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
 REFUSED = {
     "no tokenizer.json": (lambda f: (f / "tokenizer.json").unlink(), {}, "must hold a tokenizer.json"),
     "wordpiece": (lambda f: edit(f, lambda c: c.update(model=WORDPIECE)), {}, "must be BPE or Unigram"),
@@ -327,6 +332,12 @@ REFUSED = {
     "quantised": (quantise, {}, "must not be quantised"),
     "strange": (add_strange, {}, "got model.mtp.hash_table"),
     "cut": (cut, {}, "whole safetensors file"),
+    "broken settings": (
+        lambda f: (f / "generation_config.json").write_text("{"),
+        {},
+        "generation_config.json: must be valid",
+    ),
+    "broken index": (break_index, {}, "model.safetensors.index.json: must have a weight_map"),
     "too small": (None, {"vocabulary": 10}, "must be at least"),
     "too large": (None, {"vocabulary": 100_000}, "must be below"),
     "a share of none": (None, {"vocabulary": 0}, "must be auto, a share"),

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from typing import Any
 
 from loguru import logger
 
@@ -22,7 +21,6 @@ logger.disable(LOUD)
 from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.transform import awq
 from llmcompressor.modifiers.transform.smoothquant import dynamic_mappings, utils
-from llmcompressor.modifiers.transform.spinquant import mappings, norm_mappings
 
 from struprune_plugin import paper, units  # noqa: F401  (registers the paper's methods, and the kinds of units)
 from struprune_plugin.entrypoint import oneshot as oneshot
@@ -38,8 +36,7 @@ from struprune_plugin.vocabulary.trim import trim_vocabulary as trim_vocabulary
 for name, modifier in MODIFIERS.items():
     ModifierFactory.register(name, modifier)
 register_auto_classes()
-_REGISTRIES: list[dict[str, Any]] = [awq.AWQ_DYNAMIC_MAPPING_REGISTRY, awq.AWQ_MAPPING_REGISTRY]
-_REGISTRIES += [dynamic_mappings.SMOOTHQUANT_DYNAMIC_MAPPING_REGISTRY, utils.MAPPINGS_REGISTRY]
-_REGISTRIES += [mappings.SPINQUANT_MAPPING_REGISTRY, norm_mappings.NORM_MAPPING_REGISTRY]
-for registry in _REGISTRIES:  # pruned classes are smoothed and rotated as their stock classes are
-    registry.update({PREFIX + name: known for name, known in registry.items()})
+_STATIC, _DYNAMIC = awq.AWQ_MAPPING_REGISTRY, awq.AWQ_DYNAMIC_MAPPING_REGISTRY
+_OTHERS = utils.MAPPINGS_REGISTRY, dynamic_mappings.SMOOTHQUANT_DYNAMIC_MAPPING_REGISTRY
+for registry in (_STATIC, _DYNAMIC, *_OTHERS):  # pruned classes are smoothed as their stock classes are
+    registry.update({PREFIX + name: known for name, known in registry.items()})  # type: ignore[attr-defined]

@@ -72,13 +72,12 @@ def allocate_error_curves(
     costs = [[float(k * group.unit_cost) for k in ks] for group, ks in zip(groups, counts, strict=True)]
     at, left = _spend_budget(costs, errors, budget)
     finest = min((cost[1] - cost[0] for cost in costs if len(cost) > 1), default=0.0)
-    for g, cost in enumerate(costs):
-        i = at[g] + 1
-        if left > finest and i < len(cost) and left < cost[i] - cost[i - 1] <= 2 * left:
-            wider = [*costs[:g], cost[i:], *costs[g + 1 :]], [*errors[:g], errors[g][i:], *errors[g + 1 :]]
-            if sum(cost[0] for cost in wider[0]) <= budget:
-                at, left = _spend_budget(*wider, budget)
-                at[g] += i
+    for g, cost in enumerate([*costs]):
+        i = min(at[g] + 1, len(cost) - 1)
+        least = sum(one[0] for one in costs) + cost[i] - cost[0]
+        if finest < left < cost[i] - cost[i - 1] <= 2 * left and least <= budget:
+            counts[g], costs[g], errors[g] = counts[g][i:], cost[i:], errors[g][i:]
+            at, left = _spend_budget(costs, errors, budget)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]
 
 

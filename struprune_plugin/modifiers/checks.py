@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -200,22 +201,21 @@ def read_batches(loader: Any) -> list[dict[str, Tensor]]:
     if loader is None:
         raise ValueError("dataset: calibration text must be given, got none. Pass dataset=… to oneshot.")
     collate: Any = getattr(loader, "collate_fn", None)
-    lost = list[int]()
+    lost = 0
 
     def count_lost(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        lengths = [len(row["input_ids"]) for row in rows]  # llm-compressor's function cuts the rows in place
-        batch = collate(rows)
-        most = collate.max_seq_length or max(lengths)
-        lost.append(sum(min(length, most) for length in lengths) - batch["input_ids"].numel())
+        nonlocal lost
+        lost += sum(min(len(row["input_ids"]), collate.max_seq_length or sys.maxsize) for row in rows)
+        batch = collate(rows)  # in which the rows are cut
+        lost -= batch["input_ids"].numel()
         return batch
 
     is_cut = isinstance(collate, DataCollatorWithTruncation) and not loader.num_workers
     with patch_attr(loader, "collate_fn", count_lost) if is_cut else nullcontext():
         batches = list(loader)
-    if total := sum(lost):
+    if lost:
         logger.warning(
-            f"dataset: {total:,} tokens are not used, because llm-compressor cuts the rows of a batch to its shortest. Set "
-            "batch_size=1 to use them."
+            f"dataset: {lost:,} tokens are cut off: a batch is as long as its shortest row. Set batch_size=1."
         )
     if batches and next(iter(loader), None) is None:
         raise ValueError(

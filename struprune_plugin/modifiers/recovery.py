@@ -46,9 +46,8 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         check_weights(state.model)
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         batches = read_batches(state.data.calib)
-        samples = [
-            ids[kept] for ids, kept in read_rows(state.model, batches) if kept.sum() > 1
-        ]  # one token predicts none
+        rows = read_rows(state.model, batches)
+        samples = [ids[kept] for ids, kept in rows if kept.sum() > 1]  # one token predicts none
         fraction = self.holdout.fraction if self.holdout else 0.0
         num_train = len(samples) - (max(1, round(fraction * len(samples))) if fraction else 0)
         if num_train < 1:

@@ -77,9 +77,7 @@ class TokenizerJson:
 
     def add_missing(self, loaded: Tokenizer) -> TokenizerJson:
         """Return the content with the tokens that a loaded one has besides: ``tokenizer_config.json`` or the class names them."""
-        known, more = {*self.tokens.values()}, json.loads(loaded.to_str())["added_tokens"]
-        added = [*(self.content.get("added_tokens") or []), *(token for token in more if token["content"] not in known)]
-        content = self.content | {"added_tokens": added}
+        content = self.content | {"added_tokens": json.loads(loaded.to_str())["added_tokens"]}
         return TokenizerJson(content, json.dumps(content))
 
     def show(self, number: int) -> str:

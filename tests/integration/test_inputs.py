@@ -402,7 +402,7 @@ def test_tokens_that_a_batch_s_shortest_row_cuts_are_counted_in_a_warning(llama)
     sink = logger.add(messages.append, level="WARNING")
     run(llama, dataset=Dataset.from_dict({"input_ids": rows}), max_seq_length=31)
     logger.remove(sink)
-    assert sum("dataset: 20 tokens are not used" in line for line in messages) == 1
+    assert sum("dataset: 20 tokens are cut off" in line for line in messages) == 1
 
 
 def test_a_loader_that_shuffles_is_recorded_in_the_order_that_was_used(llama, tmp_path, monkeypatch):

@@ -328,7 +328,8 @@ def sweep(
     run["seed"] = seed
     source, column = text or DEMO_TEST, text_column if text else "text"
     asked = Scoring(source, column, window, max_tokens, trust_remote_code, window_bos=not no_window_bos)
-    identity = {"model": model, "recipe": find_recipe(recipe).read_text(encoding="utf-8"), "changes": changes}
+    content = recipe if "\n" in recipe else find_recipe(recipe).read_text(encoding="utf-8")
+    identity = {"model": model, "recipe": content, "changes": changes}
     identity |= {"run": run, "scoring": asdict(asked), "content": digest_files(model, run["dataset"], source)}
 
     def run_point(share: float, out: Path) -> None:

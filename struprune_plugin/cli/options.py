@@ -32,7 +32,9 @@ Floats = Literal["auto", "float32", "bfloat16", "float16"]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="model folder or hub name, e.g. facebook/opt-125m")]
 Folder = Annotated[Path, typer.Argument(metavar="OUT", help="pruned folder", exists=True, file_okay=False)]
 RecipeName = Annotated[str, option("--recipe", "recipe: a YAML file, or a name that `struprune recipes` lists", "R")]
-Seed = Annotated[int, option("--seed", "seed of all random choices", "N", min=0, max=2**32 - 1)]
+Seed = Annotated[
+    int, option("--seed", "seed of torch; adapters have their own: --set seed=N", "N", min=0, max=2**32 - 1)
+]
 Dtype = Annotated[Floats, option("--dtype", "dtype that the model is loaded in")]
 Overwrite = Annotated[bool, option("--overwrite", "replace an earlier output")]
 TrustRemoteCode = Annotated[bool, option("--trust-remote-code", "run the code that comes with the model")]

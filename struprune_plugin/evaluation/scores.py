@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,11 +134,12 @@ def list_results(asked: Scoring, scores: Mapping[str, Score], path: str, base: s
     results = []
     if asked.text is not None:
         most, stream = asked.max_tokens, "" if asked.window_bos else " of one stream"
+        digest = hashlib.sha256(asked.text_column.encode() + asked.text.read_bytes()).hexdigest()
         for column, unit, each, cut in (("perplexity", "tokens", 1, stream), ("bits per byte", "bytes", 4, "")):
             name = f"{column}, {asked.text.name}, windows of {asked.window}{cut}"
             name += f", first {each * most:,} {unit}" if most else ""
             if column in score:
-                results.append(ResultRecord(name + dtype, score[column], dense.get(column)))
+                results.append(ResultRecord(name + dtype, score[column], dense.get(column), text=digest))
     limit = f", {asked.limit} examples" if asked.limit else ""
     for column, value in score.items():
         task, space, metric = column.partition(" ")

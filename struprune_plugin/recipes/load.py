@@ -115,9 +115,8 @@ def _read_recipe(recipe: str | os.PathLike | Mapping[str, Any]) -> tuple[str, An
     if isinstance(recipe, Mapping):
         return "recipe", copy.deepcopy(dict(recipe))
     text = os.fspath(recipe)
-    where, file = ("recipe", None) if "\n" in text else (text, find_recipe(text))
+    where, content = ("recipe", text.encode()) if "\n" in text else (text, find_recipe(text).read_bytes())
     try:
-        content = text if file is None else file.read_text(encoding="utf-8")
         return where, yaml.load(content, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # also other encodings and invalid dates
         raise ValueError(f"{where}: is not valid YAML: {' '.join(str(error).split())[:500]}. Correct it.") from None

@@ -91,7 +91,8 @@ def keep_results(folder: Path, results: Sequence[ResultRecord]) -> None:
     is_edited = card.is_file() and card.read_bytes() != make_card(folder).encode()
     held = {result.name: result for result in manifest.evaluation}
     for new in results:
-        if new.dense is None and (old := held.get(new.name)):  # scored without the dense model this time
+        old = held.get(new.name)
+        if new.dense is None and old and old.text == new.text:  # scored without the dense model this time
             new = replace(new, dense=old.dense, dense_stderr=old.dense_stderr)
         held[new.name] = new
     write_manifest(manifest.model_copy(update={"evaluation": [*held.values()]}), folder)

@@ -163,6 +163,7 @@ class ResultRecord:
     dense: float | None = None
     stderr: float | None = None
     dense_stderr: float | None = None
+    text: str = ""  # digest of the text that was scored; empty for tasks
 
 
 class RecoveryRecord(BaseModel):

@@ -151,6 +151,10 @@ def test_picks_are_those_of_the_naive_search():
         (["--text", "nowhere.jsonl"], "file 'nowhere.jsonl' does not exist"),
         (["--window", "1"], "greater than or equal to 2"),
         (["--window", "512"], "--window: must be at most the model's 64 positions, got 512"),
+        (
+            ["--recipe", "a_stage:\n  a_modifiers: {StruPruneModifier: {}}", "--window", "512"],
+            "--window: must be at most",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_any_work(opt, tmp_path, capsys, words, message):

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from struprune_plugin import LoRARecoveryModifier, read_manifest
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation import scores
-from struprune_plugin.reporting.pages import make_page, write_card
+from struprune_plugin.reporting.pages import keep_results, make_page, write_card
 from struprune_plugin.storage.manifest import EntriesRecord, ResultRecord
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, write_record
 
@@ -147,6 +147,17 @@ def test_the_report_shows_results_and_entries_that_stay(made):
     page = make_page(made, manifest.model_copy(update=found))
     assert "<td>10.5</td><td>12.35</td>" in page or "<td>10.5</td><td>12.34</td>" in page
     assert "layer 2: 2 of 3." in page
+
+
+def test_a_dense_result_stays_only_beside_one_on_the_same_text(out, opt, tmp_path):
+    folder, texts = out, [tmp_path / "a" / "t.jsonl", tmp_path / "b" / "t.jsonl"]
+    for text, base in ((texts[0], str(opt)), (texts[0], ""), (texts[1], "")):
+        text.parent.mkdir(exist_ok=True)
+        text.write_text(str(text))
+        values = {str(folder): {"perplexity": 3.0}, str(opt): {"perplexity": 2.0}}
+        keep_results(folder, scores.list_results(scores.Scoring(text), values, str(folder), base))
+        (record,) = read_manifest(folder).evaluation
+        assert record.dense == (2.0 if text == texts[0] else None)
 
 
 def test_the_command_writes_a_page_beside_the_output(out, tmp_path, capsys):

@@ -28,11 +28,8 @@ from struprune_plugin.reporting.tables import Table
 
 WHOLE, PARTS = 0.3, (0.25, 0.5)
 _PLAIN: dict[str, Any] = {"allocation": "uniform", "sensitivity": "none"}
-_WAYS = {
-    "magnitude": {"importance": "magnitude", "weight_update": "none"},
-    "not repaired": {"weight_update": "none"},
-    "repaired": {},
-}
+_DELETED = {"weight_update": "none"}
+_WAYS = {"magnitude": {"importance": "magnitude", **_DELETED}, "not repaired": _DELETED, "repaired": {}}
 
 
 @torch.no_grad()

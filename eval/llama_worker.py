@@ -50,11 +50,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     text = [5 + i % 1000 for i in range(job["length"])]
     prefill = [complete(server, text, 1)["timings"]["prompt_per_second"] for _ in range(job["rounds"])]
     decode = [complete(server, text[:3], NEW_TOKENS, ignore_eos=True)["timings"] for _ in range(job["rounds"])]
-    return {
-        "answers": answers,
-        "prefill": max(prefill),
-        "decode": max(round_["predicted_per_second"] for round_ in decode),
-    }
+    rates = [timings["predicted_per_second"] for timings in decode]
+    return {"answers": answers, "prefill": max(prefill), "decode": max(rates)}
 
 
 def complete(server: Any, prompt: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:

@@ -261,10 +261,8 @@ def scale_curves(
     :param divergences: divergence of the model's output with a block's units removed, in nats
     """
     names = {block: [sizes[place].name for place in block] for block in divergences}
-    predicted = {
-        block: sum(float(statistics[name].curve[num_keep[name]]) for name in members)
-        for block, members in names.items()
-    }
+    errors = {size.name: float(statistics[size.name].curve[num_keep[size.name]]) for size in sizes}
+    predicted = {block: sum(errors[name] for name in members) for block, members in names.items()}
     total, measured = sum(predicted.values()), sum(divergences.values())
     scaled = dict(statistics)
     if not (total > 0 and measured > 0):

@@ -130,11 +130,8 @@ def make_text(value: Any, tokenizer: PreTrainedTokenizerBase | None, where: str 
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value.get("role"))
-        and any(value[name] is not None for name in value.keys() - {"role"})
-    )
+    has_role = isinstance(value, dict) and bool(value.get("role"))
+    return has_role and any(value[name] is not None for name in value.keys() - {"role"})
 
 
 def stream_texts(

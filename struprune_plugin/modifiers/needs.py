@@ -68,11 +68,8 @@ class Needs:
         kept = self.choose_kept()
         parts = {name: size for name, size in {"weights": self.weights, **self.movable}.items() if name not in kept}
         held = f"about {format_bytes(sum(parts.values()))}: {_list_bytes(parts)}"
-        facts = [
-            ("computes in", self.computed_in),
-            ("on the device", f"about {format_bytes(self.device)}"),
-            ("on the host", held),
-        ]
+        facts = [("computes in", self.computed_in), ("on the device", f"about {format_bytes(self.device)}")]
+        facts.append(("on the host", held))
         return [*facts, ("stays on the device", _list_bytes(kept))] if kept else facts
 
 

@@ -51,10 +51,8 @@ class AttentionSample(NamedTuple):
 def project_heads(inputs: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the queries, keys and values computed from the weights, shape [H, T, dh or dv] each."""
     query, key, *values, _ = weights
-    return [
-        split_heads(torch.addmm(weight[:, -1], inputs, weight[:, :-1].T), len(values))
-        for weight in (query, key, torch.cat(values))
-    ]
+    projected = (torch.addmm(w[:, -1], inputs, w[:, :-1].T) for w in (query, key, torch.cat(values)))
+    return [split_heads(tokens, len(values)) for tokens in projected]
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:

@@ -256,11 +256,8 @@ def _choose_size(plan: TrimPlan, ranking: Ranking) -> int:
     wanted, rows = ranking.vocabulary, plan.source.num_rows
     most = plan.num_tokens // MULTIPLE * MULTIPLE
     if wanted == "auto":
-        fits = (
-            size
-            for size in range(plan.least, min(most, rows - 1) + 1, MULTIPLE)
-            if plan.estimate(size).bits_more <= ranking.limit
-        )
+        sizes = range(plan.least, min(most, rows - 1) + 1, MULTIPLE)
+        fits = (size for size in sizes if plan.estimate(size).bits_more <= ranking.limit)
         if (smallest := next(fits, None)) is None:
             raise ValueError(f"limit: must let some rows go, got {ranking.limit}, which keeps all {rows}. Raise it.")
         return smallest

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from struprune_plugin.storage.files import format_bytes
@@ -189,10 +190,11 @@ def summarize_output(folder: Path) -> list[str]:
         return [f"wrote {folder}"]
     code = ", trust_remote_code=True" if "auto_map" in read_saved_config(folder) else ""
     manifest = read_manifest(folder)
+    place = quote(str(folder))
     following = [
-        (f"struprune eval {manifest.model.base} {folder}", "measures it beside the dense model"),
-        (f"struprune inspect {folder}", "shows it layer by layer"),
-        (f"struprune report {folder}", "writes a page about it"),
+        (f"struprune eval {quote(manifest.model.base)} {place}", "measures it beside the dense model"),
+        (f"struprune inspect {place}", "shows it layer by layer"),
+        (f"struprune report {place}", "writes a page about it"),
         ("in Python", f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{code})'),
     ]
     return [summarize_manifest(manifest, folder), f"wrote {folder}", format_facts(following)]
@@ -212,8 +214,8 @@ def summarize_vocabulary(record: VocabularyRecord, folder: Path | None = None) -
     if folder is None:
         return [*paragraphs, "wrote nothing: --output DIR writes the rows marked ←"]
     following = [
-        (f"struprune eval {record.base} {folder}", "measures it in bits per byte"),
-        (f"struprune prune {folder}", "prunes it"),
+        (f"struprune eval {quote(record.base)} {quote(str(folder))}", "measures it in bits per byte"),
+        (f"struprune prune {quote(str(folder))} --output OUT", "prunes it"),
         (f"{folder / VOCABULARY_NAME}", "holds the old id of every new one (`kept`)"),
     ]
     return [*paragraphs, f"wrote {folder}", format_facts(following)]

@@ -146,6 +146,8 @@ def list_results(asked: Scoring, scores: Mapping[str, Score], path: str, base: s
         if space and column != "bits per byte" and "_stderr" not in metric:
             name, comma, chosen = column.partition(",")
             errors = (each.get(f"{name}_stderr{comma}{chosen}") for each in (score, dense))
-            known = (None if error is None or math.isnan(error) else float(error) for error in errors)
-            results.append(ResultRecord(f"{task}, {metric}{limit}{dtype}", float(value), dense.get(column), *known))
+            stderr, dense_stderr = (None if error is None or math.isnan(error) else float(error) for error in errors)
+            results.append(
+                ResultRecord(f"{task}, {metric}{limit}{dtype}", float(value), dense.get(column), stderr, dense_stderr)
+            )
     return results

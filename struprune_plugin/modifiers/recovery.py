@@ -8,12 +8,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from llmcompressor.core import Event, State
 from llmcompressor.utils.helpers import DisableQuantization
+from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
 from struprune_plugin.export.convert import wrap_save
+from struprune_plugin.layerwise.calls import mark_tokens
 from struprune_plugin.layerwise.passes import enter_device_context
 from struprune_plugin.modifiers.checks import check_order, check_sequences, check_weights, read_batches, read_rows
 from struprune_plugin.modifiers.stage_modifier import StageModifier
@@ -47,6 +50,12 @@ class LoRARecoveryModifier(StageModifier, RecoveryConfig):
         check_one_process("LoRARecoveryModifier", "Prune with several, then train the output in one.")
         batches = read_batches(state.data.calib)
         rows = read_rows(state.model, batches)
+        pairs = [(batch.get("labels"), batch["input_ids"], mark_tokens(batch)) for batch in batches]
+        same = (
+            one.shape == ids.shape and torch.equal(one[kept], ids[kept]) for one, ids, kept in pairs if one is not None
+        )
+        if not all(same):
+            logger.warning("dataset: labels have no effect, the adapters learn all tokens that attention_mask admits.")
         samples = [ids[kept] for ids, kept in rows if kept.sum() > 1]  # one token predicts none
         fraction = self.holdout.fraction if self.holdout else 0.0
         num_train = len(samples) - (max(1, round(fraction * len(samples))) if fraction else 0)

@@ -13,7 +13,9 @@ from helpers.models import CHEAP, make_dataset, make_opt, run_oneshot
 from helpers.recovery_loop import changed, measure_loss, train_plainly, weights_of
 from llmcompressor import oneshot as host_oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from loguru import logger
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from eval.account import CountedContext
@@ -261,6 +263,17 @@ def test_pruned_and_recovered_model_saves_reloads_and_tells_its_curve(opt, tmp_p
     assert recovery.tokens_seen == 2 * 7 * 31
     assert [row["step"] for row in recovery.holdout] == [0, 4, 8]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "struprune_opt"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_labels_that_leave_tokens_out_are_told_to_have_no_effect(masked, opt):
+    ids = torch.stack(draw(4))
+    labels = ids.masked_fill(torch.arange(12) < 5, -100) if masked else ids
+    loader, said = DataLoader([{"input_ids": ids, "labels": labels}], batch_size=None), []
+    handle = logger.add(said.append, level="WARNING", format="{message}")
+    recover(opt, loader, prune=False, holdout=None, schedule={"max_steps": 1})
+    logger.remove(handle)
+    assert any("labels have no effect" in line for line in said) == masked
 
 
 def test_without_pruning_the_stage_saves_and_writes_no_manifest(opt, tmp_path):

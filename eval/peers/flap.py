@@ -53,7 +53,8 @@ def prune_flap(folder: str, windows: Tensor, sparsity: float, batch_size: int = 
     for group in groups:
         weight = read_consumer(layers[group.layer_name], group)[:, :-1]
         scores.append(score_units(statistics[group.name], weight, group.columns_per_unit))
-    added = [_count_added(find_linear(layers[group.layer_name], group.consumer)) for group in groups]
+    consumers = [find_linear(layers[group.layer_name], group.consumer) for group in groups]
+    added = [consumer.out_features if consumer.bias is None else 0 for consumer in consumers]
     keeps = search_structure(groups, scores, added, dense, sparsity)
     for group, keep in zip(groups, keeps, strict=True):
         if len(keep) < group.num_units:
@@ -141,10 +142,6 @@ def search_structure(
     kept = torch.ones(len(owner), dtype=torch.bool)
     kept[path[:best]] = False
     return [unit[kept & (owner == index)] for index in range(len(groups))]
-
-
-def _count_added(linear: nn.Linear) -> int:
-    return linear.out_features if linear.bias is None else 0
 
 
 def _slice_and_compensate(layer: nn.Module, group: UnitGroup, keep: Tensor, mean: Tensor) -> None:

@@ -177,7 +177,10 @@ def count_kept_channels(model: nn.Module, slice_fraction: float, round_to: int) 
         raise ValueError(
             f"slicegpt: model must be one of {', '.join(_LAYOUTS)}, got {config.model_type}. Choose another model."
         )
-    if config.model_type == "opt" and not _is_usual_opt(config):
+    is_opt = config.model_type == "opt"
+    if is_opt and (
+        not config.do_layer_norm_before or config._remove_final_layer_norm or config.word_embed_proj_dim != size
+    ):
         raise ValueError(
             "slicegpt: model must be an OPT with norms before its modules and before the head, and unprojected embeddings, "
             "got another OPT. Choose another model."
@@ -190,11 +193,6 @@ def count_kept_channels(model: nn.Module, slice_fraction: float, round_to: int) 
             f"slicegpt: slice_fraction must leave from {round_to} to {size} channels, got {slice_fraction}. Change it."
         )
     return width
-
-
-def _is_usual_opt(config: Any) -> bool:
-    plain = config.do_layer_norm_before and not config._remove_final_layer_norm
-    return bool(plain and config.word_embed_proj_dim == config.hidden_size)
 
 
 def find_principal_basis(signals: Iterable[Tensor], width: int) -> Tensor:
@@ -276,7 +274,8 @@ def _fuse_norm(norm: nn.Module, linears: Iterable[nn.Linear]) -> None:
         full = append_bias(*read_weight(linear))
         weight, bias = full[:, :-1], full[:, -1]
         if shift is not None:
-            _ensure_bias(linear)
+            if linear.bias is None:  # the norm's shift ends up there
+                linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features))
             bias = weight @ shift.double() + bias
         set_weight(linear, torch.cat([weight * gain.double(), bias[:, None]], dim=1))
 
@@ -308,12 +307,6 @@ def _rotate_outputs(linear: nn.Linear, basis: Tensor) -> None:
 
 def _project(hidden: Tensor, basis: Tensor) -> Tensor:
     return (hidden.double() @ basis).to(hidden.dtype)
-
-
-def _ensure_bias(linear: nn.Linear) -> None:
-    """Give a linear a bias of zeros where it has none: the norms' shifts end up there."""
-    if linear.bias is None:
-        linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features))
 
 
 def _set_embedding(embedding: nn.Embedding, weight: Tensor) -> None:

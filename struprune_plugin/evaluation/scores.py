@@ -147,7 +147,6 @@ def list_results(asked: Scoring, scores: Mapping[str, Score], path: str, base: s
             name, comma, chosen = column.partition(",")
             errors = (each.get(f"{name}_stderr{comma}{chosen}") for each in (score, dense))
             stderr, dense_stderr = (None if error is None or math.isnan(error) else float(error) for error in errors)
-            results.append(
-                ResultRecord(f"{task}, {metric}{limit}{dtype}", float(value), dense.get(column), stderr, dense_stderr)
-            )
+            label = f"{task}, {metric}{limit}{dtype}"
+            results.append(ResultRecord(label, float(value), dense.get(column), stderr, dense_stderr))
     return results

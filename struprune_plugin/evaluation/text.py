@@ -252,8 +252,8 @@ def check_dataset(kwargs: dict[str, Any], window_bos: bool = True) -> None:
         )
     if splits is not None and not is_from_host(dataset):
         raise ValueError(f"splits: has no effect on this dataset, got {splits!r}. Pass the part itself as dataset.")
-    takes_functions = isinstance(dataset, (Dataset, IterableDataset)) or is_from_host(dataset)
-    if kwargs.get("preprocessing_func") and not takes_functions:
+    is_text = isinstance(dataset, (Dataset, IterableDataset)) and "input_ids" not in (dataset.column_names or ())
+    if kwargs.get("preprocessing_func") and not (is_text or is_from_host(dataset)):
         raise ValueError("preprocessing_func: has no effect on this dataset. Apply it, and pass the Dataset.")
     unread = [name for name in ("num_calibration_samples", "max_seq_length", "batch_size") if kwargs.get(name)]
     if isinstance(dataset, DataLoader) and unread:

@@ -116,8 +116,9 @@ def test_token_ids_stay_and_the_field_is_refused_where_nothing_is_cut():
     check_dataset({"dataset": "c4"}, window_bos=False)
     with pytest.raises(ValueError, match="window_bos: has no effect on this dataset"):
         check_dataset({"dataset": ids}, window_bos=False)
-    with pytest.raises(ValueError, match="preprocessing_func: has no effect on this dataset"):
-        check_dataset({"dataset": "c4", "preprocessing_func": print})
+    for data in ("c4", ids):
+        with pytest.raises(ValueError, match="preprocessing_func: has no effect on this dataset"):
+            check_dataset({"dataset": data, "preprocessing_func": print})
 
 
 def test_rows_without_text_are_left_out():

@@ -61,7 +61,9 @@ class ResumeStore:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lock.is_locked:
             if kind is None:
-                self._clear()
+                left = [file for file in self.folder.glob("*.partial") if file.name != _LOCK]
+                for file in (*self.folder.glob("*.safetensors"), *left, self.folder / _RUN):
+                    file.unlink(missing_ok=True)
             with suppress(OSError):  # Windows removes no open file
                 (self.folder / _LOCK).unlink()
             self._lock.release()
@@ -128,12 +130,6 @@ class ResumeStore:
     def count_bytes(self) -> int:
         """Return the bytes of the finished parts."""
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
-
-    def _clear(self) -> None:
-        """Remove the files of the store."""
-        left = [file for file in self.folder.glob("*.partial") if file.name != _LOCK]
-        for file in (*self.folder.glob("*.safetensors"), *left, self.folder / _RUN):
-            file.unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self, part: str) -> Iterator[None]:

@@ -122,10 +122,14 @@ def _find_units(measured: Measured, shared: set[int], run: TinyRun) -> LayerLayo
 
 
 def _describe_type(layer: nn.Module) -> str:
-    """Return a description that distinguishes types of layers: classes, shapes and plain attributes of modules, but positions."""
-    facts, plain = list[Any](), (int, str, bool, type(None))
+    """Return a description that distinguishes types of layers: classes, shapes and plain attributes of modules, but positions.
+
+    Of a fraction it holds whether it is 0, which turns something off (sparse activations of Gemma 3n); others may follow the depth.
+    """
+    facts, plain = list[Any](), (int, float, str, bool, type(None))
     for path, module in layer.named_modules():
         facts += path, type(module).__name__, [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]
-        values = {name: repr(value) for name, value in vars(module).items() if type(value) in plain and name[0] != "_"}
+        held = {name: value for name, value in vars(module).items() if type(value) in plain and name[0] != "_"}
+        values = {name: repr(bool(value) if type(value) is float else value) for name, value in held.items()}
         facts.append(sorted(pair for pair in values.items() if not {"idx", "layer"} & {*pair[0].split("_")}))
     return repr(facts)

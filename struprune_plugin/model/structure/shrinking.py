@@ -90,7 +90,7 @@ def _shrink(node: Any, old_outer: Values, new_outer: Values, tower: bool) -> Non
         rule(old, new)
     for name, value in changes.items():
         if name in values and value != values[name]:
-            _set_value(node, name, value)
+            node.__setitem__(name, value) if isinstance(node, dict) else setattr(node, name, value)
     if values.pop("quantization_config", None) is not None:
         vars(node).pop("quantization_config")
     scale = _rotary_size(new) / _rotary_size(old)
@@ -232,10 +232,6 @@ def walk_parts(node: Any) -> Iterator[Any]:
     for value in list(_list_values(node).values()):
         if isinstance(value, PreTrainedConfig):
             yield from walk_parts(value)
-
-
-def _set_value(node: Any, name: str, value: Any) -> None:
-    node.__setitem__(name, value) if isinstance(node, dict) else setattr(node, name, value)
 
 
 def find_first(values: Values, names: tuple[str, ...]) -> int:

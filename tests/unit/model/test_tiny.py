@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from struprune_plugin.model.structure.finder import _describe_type
 from struprune_plugin.model.structure.tiny import TinyRun, build_tiny, find_class, shrink_config
 
 TOKENS = torch.randint(4, 100, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -123,3 +124,13 @@ def test_rounding_that_a_model_amplifies_is_no_difference():
             found = logits + difference * logits.abs().max()
             assert (run.describe_difference(found, logits) == "") == (difference < most), (strength, difference)
     assert "1.0e-01 of the largest" in run.describe_difference(1.1 * logits, logits)
+
+
+def test_layers_in_which_activations_are_sparse_are_a_type_of_their_own():
+    """In Gemma 3n's first layers channels depend on each other; the others lose theirs."""
+    kinds, sparsity = ["sliding_attention"] * 3 + ["full_attention"], [0.95, 0.95, 0.0, 0.0]
+    options = {"intermediate_size": [2048] * 4, "activation_sparsity_pattern": sparsity, "num_kv_shared_layers": 0}
+    model = build_tiny(CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=4, layer_types=kinds, **options))
+    types = [_describe_type(layer) for layer in model.model.layers]
+    assert types[0] == types[1]
+    assert len(set(types)) == 3

@@ -73,9 +73,8 @@ def allocate_error_curves(
     at, left = _spend_budget(costs, errors, budget)
     finest = min((cost[1] - cost[0] for cost in costs if len(cost) > 1), default=0.0)
     for g, cost in enumerate([*costs]):
-        i = min(at[g] + 1, len(cost) - 1)
-        least = sum(one[0] for one in costs) + cost[i] - cost[0]
-        if finest < left < cost[i] - cost[i - 1] <= 2 * left and least <= budget:
+        i, rest = at[g] + 1, sum(one[0] for one in costs) - cost[0]
+        if i < len(cost) and finest < left < cost[i] - cost[i - 1] <= 2 * left and rest + cost[i] <= budget:
             counts[g], costs[g], errors[g] = counts[g][i:], cost[i:], errors[g][i:]
             at, left = _spend_budget(costs, errors, budget)
     return [ks[i] for ks, i in zip(counts, at, strict=True)]

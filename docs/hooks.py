@@ -3,8 +3,6 @@
 A link from a page to a file of the code becomes that file's name, since the site holds no code.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

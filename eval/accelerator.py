@@ -6,8 +6,6 @@ One command of at most eight minutes on one card of 80 GB or more: no network, n
 path. A step that fails is told, the others go on, and the exit status is 1. ``--tiny`` does the same with tiny models on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -10,8 +10,6 @@ stands in, and what is left out and why, is in the row and below the table. Cali
 own methods read WikiText-2. Finished rows are read back, not computed again. Writes arena.json and arena.md.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ OMP_NUM_THREADS=1 python -m eval.bytes --compare before.json    # exit status 1 
 The bytes depend on the processor, the threads and the versions of the libraries: compare tables of one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -9,8 +9,6 @@ class and, with ``output: uniform``, in transformers' own; it generates the same
 pruned again. The error of a stage is the row's verdict.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -3,8 +3,6 @@
 python -m eval.demo --output out/demo
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

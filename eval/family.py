@@ -7,8 +7,6 @@ LARGE is pruned by the default to the parameters of SMALL, embeddings and head c
 computed again. Writes rows.json and family.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

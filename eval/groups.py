@@ -1,7 +1,5 @@
 """Groups of units by the short forms of a recipe, for evaluations and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -5,8 +5,6 @@
 Finished rows are read back, not computed again. Writes rows.json, growth.md and growth.svg.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

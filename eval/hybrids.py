@@ -6,8 +6,6 @@ Rows: 30 % of the whole model, of FFNs and attention alone and with the mixers' 
 magnitude, as the default ranks them without a repair, and repaired. Finished rows are read back, not computed again.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Finished rows on disk with what they depend on, so that a stale row is never taken for a fresh one."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

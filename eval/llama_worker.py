@@ -4,8 +4,6 @@ Reads ``{"file", "prompts", "new_tokens", "length", "rounds"}`` or ``{"file", "q
 and prints the results as one line of JSON. The first needs xllamacpp, the second llama-cpp-python; neither needs this package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

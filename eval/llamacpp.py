@@ -9,8 +9,6 @@ before quantisation. llama.cpp rounds differently for dense models, too: a prune
 difference of the dense file of the same type.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Speed and memory of models, measured side by side in one run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

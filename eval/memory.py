@@ -8,8 +8,6 @@ does not grow with them. Without an accelerator the peak is an account of the me
 Finished rows are read back, not measured again. Writes memory-growth.md, .json and .png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The rows that comparisons are made of: ours, the paper's methods, and peers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eval.rows import Row

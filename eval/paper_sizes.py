@@ -1,7 +1,5 @@
 """Sizes of the architectures in the paper's tables, counted on models without weights; pruning of random weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tempfile

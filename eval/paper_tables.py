@@ -8,8 +8,6 @@
 shares; what is finished is read back, not computed again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence

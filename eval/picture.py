@@ -5,8 +5,6 @@
 Nothing is computed: rows come as they are in the file, at every sparsity that is there, with a table of what is drawn below.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

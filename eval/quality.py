@@ -10,8 +10,6 @@ that of the experts). MODEL may be several, comma-separated, each with a folder 
 models are then taken in pairs. Finished rows are read back, not computed again. Writes rows.json, ROWS.md and ROWS.svg.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rows of a comparison: ways to make a model smaller, run on one workload; every finished row is kept on disk."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """StruPrune where rows of the vocabulary go first: as many parameters as units alone, or COMPACT, would take."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -11,8 +11,6 @@ one after the other in one process of its environment, where this package is not
 log-probabilities. *tokens/s*: the best of three rounds of many requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ median ratio of two models in the same turn. Other jobs may share the machine, s
 the rest. `python -m eval.accelerator` compiles models, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ Reads ``{"folder", "dtype", "trust", "impl", "prompts", "load", "new_tokens", "r
 answers each with one line.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

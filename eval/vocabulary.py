@@ -7,8 +7,6 @@ The first column of scores is of the held-out tenth of the ranking text, whose g
 (``FILE:COLUMN``; the column is ``text`` if left out) or any other text file, read whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

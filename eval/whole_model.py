@@ -7,8 +7,6 @@ Ours: rows by the text and the word list, then units by the default. COMPACT: as
 alone, then FFN channels without repair. All read the same windows of the text. The table is printed after every way.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

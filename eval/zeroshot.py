@@ -1,7 +1,5 @@
 """Zero-shot accuracy on local multiple-choice items, by lm-eval."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """``oneshot``: llm-compressor's entry point with early checks and an output folder that is complete or absent."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -4,8 +4,6 @@ All of them take OPT and LLaMA, under grouped-query attention too. FASP, OSSCAR 
 ``oneshot`` does, so that their seconds compare; the others stay in float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

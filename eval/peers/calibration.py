@@ -1,7 +1,5 @@
 """Conversion of calibration windows to calls of the first decoder layer, from which a peer continues layer by layer."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """COMPACT (Kwek and Yin 2025): rows of rare tokens, and FFN channels by the squared activations that common tokens give."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """FASP (Hu et al. 2025): coupled rows and columns by the Wanda score of the column, uniform over layers, one restoration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

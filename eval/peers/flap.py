@@ -8,8 +8,6 @@ Legend, of a consuming linear (``o_proj``, ``down_proj``):
     W [d, n]       its weights
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

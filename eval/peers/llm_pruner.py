@@ -5,8 +5,6 @@ setting Element^1 with block-wise pruning: the importance of a weight is ``|w dL
 structures the sum over its weights. The recovery by LoRA is left out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

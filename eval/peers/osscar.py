@@ -11,8 +11,6 @@ Legend as in ``struprune_plugin.linalg.solve``: H gram [n + 1, n + 1], C cross [
     U  [w]             the columns of one unit
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ A router of sigmoids that chooses k experts chooses k among those left, by the s
 weights are not normed anew where the configuration does not ask for it. No fewer than k experts can stay.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -11,8 +11,6 @@ Legend:
     Q [d, k]       orthonormal basis of the k largest principal components of X
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

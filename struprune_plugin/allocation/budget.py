@@ -1,7 +1,5 @@
 """Allocation of a budget over the groups of all layers: the rules of method.md section 5."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

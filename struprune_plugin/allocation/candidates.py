@@ -7,8 +7,6 @@ far from the truth, whole blocks of modules are affected: those of one pool in o
 the units of one block removed, measure by how much.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measurement of every module's importance and error curve on the dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

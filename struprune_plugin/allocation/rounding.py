@@ -1,7 +1,5 @@
 """Rounding of sparsities to kept counts, so that the budget is exact (method.md section 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

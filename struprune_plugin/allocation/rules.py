@@ -1,7 +1,5 @@
 """Allocation rules, which spread a budget over the groups: registered settings objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

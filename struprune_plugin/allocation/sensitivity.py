@@ -1,7 +1,5 @@
 """Measurements of the whole dense model, once per run: saliency of units, and sensitivity to errors in each module's output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Output and exit status of every command: ``--json``, ``--quiet`` and one-line errors."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 Commands import torch and llm-compressor only when they run, so that help and early errors take no seconds.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Sequence

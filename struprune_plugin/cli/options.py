@@ -1,7 +1,5 @@
 """Options shared by several commands, and what they mean together. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Scores of checkpoints by column, and the manifest's records of them, for ``struprune eval`` and ``struprune sweep``."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence

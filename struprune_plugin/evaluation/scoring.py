@@ -1,7 +1,5 @@
 """Scores of a checkpoint: token perplexity in fixed windows, and lm-eval tasks."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

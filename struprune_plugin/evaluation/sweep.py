@@ -1,7 +1,5 @@
 """Several sizes of a model by one command: each is a plain run, scored like the dense model; a table, a picture, a choice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Token windows from text: local JSON lines, hub data sets, the text that ships with the package; the data of ``oneshot``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

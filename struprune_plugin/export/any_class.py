@@ -1,7 +1,5 @@
 """Saving of pruned models of any class: differences from the dense class are read from the modules, not described per class."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Registration of the pruned classes with transformers: all that an engine needs of this package, with transformers alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

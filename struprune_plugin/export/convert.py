@@ -1,7 +1,5 @@
 """Conversion of a sliced model to the class and configuration with which it is saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Pruned classes of models whose code came with their checkpoint (``trust_remote_code``)."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys

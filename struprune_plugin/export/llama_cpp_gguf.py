@@ -1,7 +1,5 @@
 """Export of a pruned LLaMA to a GGUF file for llama.cpp, whose ``deci`` architecture has per-layer heads and FFN widths."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What an output takes over from its source for readers older than transformers 5: keys of the configuration, tokenizer files."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Forms of an output: those that a recipe names (``output``), and those that ``struprune convert`` makes of a pruned folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rehearsal of a whole pruning on a tiny random instance, which proves before a run that a model's class can be pruned."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

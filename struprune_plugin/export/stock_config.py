@@ -1,7 +1,5 @@
 """Search for the stock configuration of a model whose layers all have the same sizes, by trying its keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

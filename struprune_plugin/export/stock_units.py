@@ -1,7 +1,5 @@
 """Stock configurations of modules that shrink by tensors and numbers of their own, found by comparing instances of a class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import combinations

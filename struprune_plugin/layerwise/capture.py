@@ -1,7 +1,5 @@
 """Streams of one decoder layer in a forward pass, captured by hooks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager

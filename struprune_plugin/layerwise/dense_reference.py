@@ -1,7 +1,5 @@
 """Targets of a solve, and the dense path that yields them (method.md section 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Forward pass before and after the decoder layers: the layers' calls, and the model's logits."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress

@@ -1,7 +1,5 @@
 """Pass over the decoder layers of a model: one layer at a time on the device, all batches through it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

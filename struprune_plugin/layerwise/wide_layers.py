@@ -1,7 +1,5 @@
 """Decoder layers and the head in float32 while they run, where the device has no products of their own dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Backward elimination of units, those first whose removal raises the re-solved error least."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

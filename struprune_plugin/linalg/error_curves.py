@@ -3,8 +3,6 @@
 One Cholesky factor serves all numbers: with units sorted by how long they stay, that of the first k is its leading block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -6,8 +6,6 @@ Columns of the consumer are in unit order, [blocks, width, copies]: blocks are t
 copies the query heads per value head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Every solve works on ``damped`` moments (:func:`damp_moments`): final weights in
 float32. ``where`` names the linear, or every one, in errors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The last digits of a sum depend on the order of its terms, and thus on the proce
 units (copies, dead inputs) these digits alone would decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

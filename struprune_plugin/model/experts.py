@@ -1,7 +1,5 @@
 """Experts of a mixture: split by llm-compressor from a few tensors into linears, and packed again at their new width."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Groups of coupled units of every decoder layer of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Decoder layers of a model: their position, the names of their linears and their sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

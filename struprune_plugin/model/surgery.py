@@ -3,8 +3,6 @@
 Every change assigns an ``nn.Parameter``: in llm-compressor's offload caches an in-place change or ``.data =`` would be lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Allocation of the units that each group keeps: uniform, or from passes over the calibration data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

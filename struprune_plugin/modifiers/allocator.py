@@ -1,7 +1,5 @@
 """``SparsityAllocatorModifier``: the stage of a recipe that sets the budget and the allocation of the pruning stage behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

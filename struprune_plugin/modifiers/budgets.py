@@ -1,7 +1,5 @@
 """How much goes: the multiples that kept widths need, for later quantisers, too; the budget on a given model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

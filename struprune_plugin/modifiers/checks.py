@@ -1,7 +1,5 @@
 """Refusals before any work: of the recipe, the model and the calibration data."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Arguments of ``oneshot``: errors for those that llm-compressor would silently ignore."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """Refusals of a loaded model that is not what its class makes of its configuration."""
 
-from __future__ import annotations
-
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """Memory of a run, counted from shapes alone, and what of it stays on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

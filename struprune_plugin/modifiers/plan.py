@@ -1,7 +1,5 @@
 """Plan of a run, from shapes and measured units alone: sizes of the result, bytes that the run holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """``StruPruneModifier``: the modifier that prunes every decoder layer physically, one layer on the device at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``LoRARecoveryModifier``: the modifier that trains a pruned model by low-rank adapters."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from importlib.metadata import version

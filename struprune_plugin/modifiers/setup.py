@@ -1,7 +1,5 @@
 """Setup and checks of a run before any calibration, from the recipe, the model and the data, and its manifest at the end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

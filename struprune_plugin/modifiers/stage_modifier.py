@@ -1,7 +1,5 @@
 """Base class of the plugin's modifiers, each of which runs in a separate stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ The variables of every token are on the host; each step updates those of one mic
 Weights are lists, one per regression, those of the producers, then the consumer's, bias last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 

@@ -15,8 +15,6 @@ Source: struprune.tex, appendix "Computation on Multi-Head Attention layers"; me
 The maps of all sequences would not fit in memory: those of a sequence are computed anew at every visit and dropped after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -9,8 +9,6 @@ Gated FFNs have two pre-activations (gate, up), phi(z) = silu(z_gate) * z_up, an
 Source: paper, Algorithm 4 and section "FFN"; Differs from the source: R10, R11 and R12, named where they apply.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

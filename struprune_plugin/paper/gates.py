@@ -1,7 +1,5 @@
 """``l0``: a learned gate per unit."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Allocation rules of the paper: ``global_threshold``, ``softmax`` and ``softmax_inverse``, Algorithms 1 to 3."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """``snip``: first-order change of the loss by the removal of a unit, from gradients of the whole dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial

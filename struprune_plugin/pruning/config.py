@@ -1,7 +1,5 @@
 """Settings of a pruning pass: its methods, and the number of units that each group keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

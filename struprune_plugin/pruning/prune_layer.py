@@ -10,8 +10,6 @@ For each group of coupled units of a layer, in the order of computation, with W 
 4. the linears that produce the units lose rows, the consumer gets its new weights (``model/surgery.py``)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Selection of the units that a group keeps. The layer is not changed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Updates of the remaining weights: deletion alone, a least-squares solve, or more, as registered methods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal

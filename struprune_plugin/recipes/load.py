@@ -1,7 +1,5 @@
 """Reading of recipes, by path or name, with changes, and with errors for parts that llm-compressor would silently ignore."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """Recipes that ship with the package, by name. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -3,8 +3,6 @@
 Shapes: S tokens of a sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

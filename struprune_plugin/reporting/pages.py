@@ -1,7 +1,5 @@
 """Pages about an output: its model card with the Hub's metadata, and its HTML report, from the templates beside this file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text tables and facts of an output: its sizes, its layers and how it was made."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Placement of a run's tensors, and the time and peak device memory of its stages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ Sums over tokens are reduced; the first process decides, and sends its decisions
 process group nothing is done here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

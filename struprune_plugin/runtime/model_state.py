@@ -1,7 +1,5 @@
 """State of a loaded model: what its owner has set on it neither changes a run nor is lost by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """Dtype in which a device computes: float32 where it has no products of the model's own dtype."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

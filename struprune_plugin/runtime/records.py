@@ -1,7 +1,5 @@
 """Values of dataclasses taken apart into tensors and JSON, for files and for other processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields

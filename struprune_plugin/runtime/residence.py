@@ -1,7 +1,5 @@
 """Residence on the device and on the host: one decoder layer's weights, the next layer's in transit, and tensors that wait."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Process-wide state of torch: what a caller has set does not reach probes, rehearsals and passes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

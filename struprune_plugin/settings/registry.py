@@ -1,7 +1,5 @@
 """Settings and registries of methods: one frozen object per method, used by the recipe, the code and the manifest alike."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 transformers fills missing tensors with random numbers and continues; :func:`load_whole` raises instead.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, places, names and sizes. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

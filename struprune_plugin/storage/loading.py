@@ -1,7 +1,5 @@
 """Loading of the model that a run compresses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

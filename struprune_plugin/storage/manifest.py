@@ -1,7 +1,5 @@
 """``struprune.json``: the manifest of a run's decisions and measurements per layer, for readers. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import version
 from pathlib import Path

@@ -3,8 +3,6 @@
 Until it is complete it is ``.<name>.partial`` beside the folder, which is locked as long as the process lives.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """``struprune_vocabulary.json``: the record of a trimmed vocabulary, for readers. Imports nothing heavy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict

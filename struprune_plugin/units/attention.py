@@ -1,7 +1,5 @@
 """Attention: whole heads, or value channels, which go from all heads that share a value head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal

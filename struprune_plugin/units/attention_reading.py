@@ -1,7 +1,5 @@
 """Reading of attention: value channels and heads from the measured couplings of a layer's linears, and the proof of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

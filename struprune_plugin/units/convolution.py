@@ -1,7 +1,5 @@
 """Channels of short convolutions over tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

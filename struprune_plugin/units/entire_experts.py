@@ -1,7 +1,5 @@
 """Entire experts of a mixture, which go with their entries in the router: those of largest REAP score stay."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

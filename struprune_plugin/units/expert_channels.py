@@ -1,7 +1,5 @@
 """Channels of a mixture's experts, which llm-compressor has split into linears."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """Channels of the experts of a mixture, measured on split experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

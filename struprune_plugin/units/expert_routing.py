@@ -1,7 +1,5 @@
 """What goes with an expert: tensors with one entry each, found on a tiny instance by a number that no other size has."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Streams of a mixture's experts: each expert sees the tokens routed to it, weighted by the router."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FFN channels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

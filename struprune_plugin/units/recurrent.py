@@ -1,7 +1,5 @@
 """Heads of recurrent mixers: gated delta nets, Mamba-2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reading of recurrent mixers: heads from the couplings of a module alone, while its norms couple no channels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

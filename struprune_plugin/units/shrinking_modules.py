@@ -1,7 +1,5 @@
 """Modules that shrink by their tensors and by what they count, and the proof that they do so exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace

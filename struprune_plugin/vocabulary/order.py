@@ -1,7 +1,5 @@
 """The order in which tokens go: one pass that gives closed sets of every size, each in the next larger one."""
 
-from __future__ import annotations
-
 import heapq
 import unicodedata
 from collections import Counter, defaultdict

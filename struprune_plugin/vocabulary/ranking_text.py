@@ -1,7 +1,5 @@
 """What tokens are ranked by: text of the user, of which a tenth is held out, and a word list of the language."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Tensors with a row per token: found on tiny instances of the class, copied without the rows that go."""
 
-from __future__ import annotations
-
 import json
 import math
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Token ids in a folder's configuration files: which tokens they name, and their new numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

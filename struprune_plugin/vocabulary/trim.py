@@ -1,7 +1,5 @@
 """``trim_vocabulary``: a model's folder with fewer tokens in its tokenizer, its configuration files and its weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which tokens of a model go: checks, ranking, the curve of sizes and the size that is taken. Nothing is written."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 ``tests/project/test_host_internals.py`` says which has moved. Names that are only imported need no entry: the import fails.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

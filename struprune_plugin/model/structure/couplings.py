@@ -1,7 +1,5 @@
 """Couplings of the linears in a decoder layer: each row is perturbed alone, and the inputs of later linears are compared."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

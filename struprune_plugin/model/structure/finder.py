@@ -1,7 +1,5 @@
 """Structure of a model, from its configuration alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Joins of module outputs with the residual stream, found among the tensors of one run of a tiny layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

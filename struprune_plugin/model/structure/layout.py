@@ -1,7 +1,5 @@
 """Description of a model's structure: which linears of each decoder layer form units, and how they join the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar

@@ -1,7 +1,5 @@
 """Parts of a model that others ask for: its decoder layers, linears, dense class and numbers of heads."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Copies of configurations with reduced sizes, by a table of the keys that classes use for sizes and a few rules."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import ChainMap

@@ -1,7 +1,5 @@
 """Tiny random instances of any causal-LM class, on which its structure is measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Trial removal of units: a tiny model without their rows must give the same logits as without only their columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Units of a decoder layer, read by the registered kinds from the measured couplings of its linears."""
 
-from __future__ import annotations
-
 from struprune_plugin.model.structure.couplings import Measured
 from struprune_plugin.model.structure.layout import LayerLayout, UnitLayout
 from struprune_plugin.model.unit_kind import list_kinds

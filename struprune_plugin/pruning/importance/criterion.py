@@ -1,7 +1,5 @@
 """Base class of an importance, which ranks the units of one group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """``magnitude``: the size of a unit's weights; needs no data."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """``obs``: backward elimination of units, each time a panel of those whose removal the others compensate best."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from struprune_plugin.linalg.elimination import RankedUnits, eliminate_units

@@ -1,7 +1,5 @@
 """``wanda``: norms of inputs times norms of the weights that read them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

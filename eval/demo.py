@@ -13,8 +13,8 @@ from eval.measure import measure_peak_bytes, time_turns
 from struprune_plugin.cli import main as cli
 from struprune_plugin.evaluation.scoring import check_tasks, load_checkpoint, measure_perplexity, run_tasks
 from struprune_plugin.evaluation.text import DEMO_MODEL, DEMO_TEST, read_texts, tokenize_texts
-from struprune_plugin.reporting.tables import Table, measure_weight_bytes
-from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.reporting.tables import Table
+from struprune_plugin.storage.files import format_bytes, measure_weight_bytes
 
 TASKS = ("struprune_demo_text", "struprune_demo_word_order")
 NEW_TOKENS, TURNS = 16, 12  # of what is timed

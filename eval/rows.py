@@ -31,7 +31,7 @@ from struprune_plugin.evaluation.scoring import (
 from struprune_plugin.evaluation.text import make_calibration_dataset, read_texts, stream_texts, tokenize_texts
 from struprune_plugin.model.experts import linearize_experts
 from struprune_plugin.model.layers import count_parameters, count_prunable_parameters
-from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.storage.files import measure_weight_bytes
 
 _TEXTS = {"WikiText-2": "wikitext2_test.jsonl", "books": "books_test.jsonl"}
 PROTOCOLS = {"short": (64, 256), "long": (64, 2048)}  # calibration windows, and tokens of these and of scored windows

@@ -19,7 +19,7 @@ from struprune_plugin.cli import options as opt
 from struprune_plugin.cli.console import Screen, run_command, show_error
 from struprune_plugin.recipes.shipped import describe_recipe, find_recipe, list_recipes
 from struprune_plugin.reporting import tables
-from struprune_plugin.storage.files import check_place, format_bytes, own_folder, write_whole
+from struprune_plugin.storage.files import check_place, format_bytes, measure_weight_bytes, own_folder, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, carry_manifest, read_manifest
 from struprune_plugin.storage.vocabulary_record import carry_record
 
@@ -84,7 +84,7 @@ def prune(
             copy, folder = stack.enter_context(first)
             oneshot(copy, counted, folder, False, scratch, checkpoint, seed, **run)
     manifest = read_manifest(output).model_dump() if (output / MANIFEST_NAME).is_file() else None
-    record = {"output": output, "bytes": tables.measure_weight_bytes(output), "manifest": manifest}
+    record = {"output": output, "bytes": measure_weight_bytes(output), "manifest": manifest}
     screen.show(record, *tables.summarize_output(output))
 
 
@@ -242,7 +242,7 @@ def convert(
         carry_manifest(path, partial)
         carry_record(path, partial)
         write_card(partial)
-    size = tables.measure_weight_bytes(output)
+    size = measure_weight_bytes(output)
     record = {"output": output, "form": to, "bytes": size}
     screen.show(record, f"wrote {output} ({format_bytes(size)} of weights)")
 

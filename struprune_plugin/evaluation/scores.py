@@ -13,10 +13,10 @@ from torch import Tensor
 from struprune_plugin.evaluation import scoring
 from struprune_plugin.evaluation.text import read_texts, tokenize_texts
 from struprune_plugin.model.layers import count_parameters
-from struprune_plugin.reporting.tables import Table, measure_weight_bytes
+from struprune_plugin.reporting.tables import Table
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import find_checkpoint, load_tokenizer, read_config
-from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.files import format_bytes, measure_weight_bytes
 from struprune_plugin.storage.manifest import MANIFEST_NAME, ResultRecord, read_manifest
 from struprune_plugin.storage.vocabulary_record import read_record
 

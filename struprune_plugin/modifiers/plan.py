@@ -22,7 +22,7 @@ from struprune_plugin.modifiers.setup import set_up
 from struprune_plugin.reporting import tables
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import check_checkpoint, find_checkpoint, find_custom_class, is_packed
-from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.files import format_bytes, measure_weight_bytes
 from struprune_plugin.storage.manifest import LimitRecord, RoundingRecord
 from struprune_plugin.vocabulary.trim_plan import TrimPlan
 
@@ -109,7 +109,7 @@ def build_shapes(path: str, config: PretrainedConfig, dtype: str = "auto") -> Pr
     model = build_dense(*find_class(config, find_custom_class(path, config)))
     chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
     if chosen is None:  # not in the configuration: by the size of the files
-        stored = tables.measure_weight_bytes(find_checkpoint(path) or path)
+        stored = measure_weight_bytes(find_checkpoint(path) or path)
         narrow = is_packed(config) or 0 < stored < 3 * count_parameters(model)
         chosen = torch.bfloat16 if narrow else torch.float32
     return model.to(chosen)

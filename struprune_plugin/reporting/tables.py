@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.storage.files import format_bytes, measure_weight_bytes
 from struprune_plugin.storage.manifest import (
     MANIFEST_NAME,
     GroupRecord,
@@ -41,22 +41,6 @@ def format_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Return one line per (name, text), with the texts aligned."""
     width = max((len(name) for name, _ in facts), default=0)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in facts)
-
-
-def measure_weight_bytes(folder: str | Path) -> int:
-    """Return the bytes of a folder's weight files, of those of several formats the one that is loaded; 0 if there are none."""
-    for pattern in (
-        "model.safetensors",
-        "model*.safetensors",
-        "*.safetensors",
-        "pytorch_model*.bin",
-        "*.bin",
-        "*.gguf",
-    ):
-        files = list(Path(folder).glob(pattern))
-        if files:
-            return sum(file.stat().st_size for file in files)
-    return 0
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:

@@ -134,6 +134,13 @@ def is_hub_name(name: str) -> bool:
     return True
 
 
+def measure_weight_bytes(folder: str | Path) -> int:
+    """Return the bytes of a folder's weight files, of those of several formats the one that is loaded; 0 if there are none."""
+    names = "model.safetensors", "model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"
+    files = next(filter(None, (list(Path(folder).glob(name)) for name in names)), [])
+    return sum(file.stat().st_size for file in files)
+
+
 def format_bytes(count: float) -> str:
     """Return a size as text in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -14,7 +14,7 @@ from transformers.core_model_loading import PrefixChange
 
 from struprune_plugin.model.structure.tiny import find_auto_class
 from struprune_plugin.storage.checkpoint import find_checkpoint, is_packed, load_whole
-from struprune_plugin.storage.files import check_room
+from struprune_plugin.storage.files import check_room, measure_weight_bytes
 
 _LEFT_FREE = 5 * 10**9  # bytes of the host's memory that an offloaded model leaves free
 _UNPACKED: dict[str, Any] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
@@ -37,12 +37,7 @@ def load_model(path: str, config: PretrainedConfig, kwargs: dict[str, Any], fold
         model = load_whole(auto, path, **options)
     else:
         stored = find_checkpoint(path, options["revision"])
-        names = (
-            "model*.safetensors",
-            "pytorch_model*.bin",
-        )  # not a second copy, as in Mistral's consolidated.safetensors
-        files = next(filter(None, (list(stored.glob(name)) for name in names)), []) if stored else []
-        held = sum(file.stat().st_size for file in files)
+        held = measure_weight_bytes(stored) if stored else 0
         check_room([("offload_folder", folder, max(0, held + _LEFT_FREE - psutil.virtual_memory().available))])
         folder.mkdir(parents=True, exist_ok=True)
 

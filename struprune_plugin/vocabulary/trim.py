@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from struprune_plugin.reporting.pages import write_card
-from struprune_plugin.reporting.tables import measure_weight_bytes
 from struprune_plugin.runtime.torch_state import reset_torch
 from struprune_plugin.storage.checkpoint import load_tokenizer
-from struprune_plugin.storage.files import check_place, check_room, write_whole
+from struprune_plugin.storage.files import check_place, check_room, measure_weight_bytes, write_whole
 from struprune_plugin.storage.manifest import MANIFEST_NAME, Manifest, carry_manifest, read_manifest, write_manifest
 from struprune_plugin.storage.output_folder import CARRIED, check_output, copy_templates, write_folder
 from struprune_plugin.storage.vocabulary_record import VocabularyRecord, read_record, write_record

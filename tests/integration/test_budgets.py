@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from struprune_plugin import SparsityAllocatorModifier, StruPruneModifier, read_manifest
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.reporting.tables import measure_weight_bytes, summarize_manifest
+from struprune_plugin.reporting.tables import summarize_manifest
+from struprune_plugin.storage.files import measure_weight_bytes
 
 
 @pytest.fixture(scope="module")

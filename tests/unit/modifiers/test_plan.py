@@ -13,7 +13,7 @@ from struprune_plugin.cli import main as cli
 from struprune_plugin.model.layers import count_parameters, find_decoder_layers
 from struprune_plugin.modifiers.plan import Workload, build_shapes, plan_run
 from struprune_plugin.recipes.load import load_recipe
-from struprune_plugin.reporting.tables import measure_weight_bytes
+from struprune_plugin.storage.files import measure_weight_bytes
 
 SMALL = ["--num-samples", "8", "--seq-length", "32"]
 

@@ -2,8 +2,8 @@ import pytest
 from helpers.models import CHEAP, run_oneshot
 
 from struprune_plugin import LoRARecoveryModifier, StruPruneModifier, read_manifest
-from struprune_plugin.reporting.tables import Table, measure_weight_bytes, summarize_layers, summarize_output
-from struprune_plugin.storage.files import format_bytes
+from struprune_plugin.reporting.tables import Table, summarize_layers, summarize_output
+from struprune_plugin.storage.files import format_bytes, measure_weight_bytes
 
 
 def test_summary_tells_sizes_budget_stages_and_recovery(opt, tmp_path):
